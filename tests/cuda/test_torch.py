@@ -236,7 +236,7 @@ def test_the_hook_says_what_the_build_lacks(fake: Callable[..., torch.Tensor], b
     assert problem == "" if built else "build cgx_ops with CUDA" in problem
     assert ddp_bucket.unsupported(native, fake(600, device="cpu"), []) == ""
     problem = ddp_bucket.unsupported(carried, fake(600), [])
-    assert ("use the backend 'cgx'" if built else "build cgx_ops with CUDA") in problem
+    assert ("use carrier 'native'" if built else "build cgx_ops with CUDA") in problem
 
 
 def test_what_is_rewritten(

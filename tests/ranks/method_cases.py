@@ -131,7 +131,7 @@ def bad_states(method: Method) -> None:
     loss = loss_of(model, batch(RANK, 2))
     del ddp_models._known[model]
     gc.freeze()  # hides the model from the search for it
-    fails(Exception, "settings and state are by layer", loss.backward)
+    fails(Exception, "settings and state are stored by layer", loss.backward)
 
     model = DistributedDataParallel(network())
     model.register_comm_hook(other, method.hook)  # type: ignore[arg-type]

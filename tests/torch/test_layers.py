@@ -195,7 +195,7 @@ def test_the_model_that_trains_is_checked() -> None:
     layers.check_model([Layer("weight", 2, 12), Layer("bias", 1, 4)], layers.process_rules())
     with pytest.raises(InvalidArgument, match=r"'weight' was registered with 12 .* has 13"):
         layers.check_model([Layer("weight", 2, 13)], layers.process_rules())
-    with pytest.warns(UserWarning, match="1 of 2 layers were not registered, 'other'"):
+    with pytest.warns(UserWarning, match="1 of 2 layers were not registered, for example 'other'"):
         layers.check_model([Layer("weight", 2, 12), Layer("other", 2, 12)], layers.process_rules())
 
 

@@ -107,5 +107,7 @@ def test_a_state_is_saved_with_its_plan(tmp_path: Path) -> None:
 
 
 def test_a_state_takes_a_plan_only() -> None:
-    with pytest.raises(InvalidArgument, match=r"plan is Config.*; give a cgx_ops.planner.Plan"):
+    with pytest.raises(
+        InvalidArgument, match=r"plan is Config.*; it must be a cgx_ops.planner.Plan"
+    ):
         ddp.PlannedAllreduceState(Config())  # pyright: ignore[reportArgumentType]

@@ -1,10 +1,7 @@
-"""Communication hooks for DistributedDataParallel, and the buckets of a plan.
+"""Communication hooks for DistributedDataParallel, and buckets that follow a plan.
 
-state.py and bucket.py: what all hooks share. hook.py: the quantized allreduce. power_sgd/ and
-deep_gradient/: those methods. hook_types.py: all hooks by name. groups.py: buckets joined to a
-plan's groups; plan.py: buckets of a plan's sizes; arrivals.py: records when gradients are ready.
-models.py: names of layers. automatic.py: registers the hook over the backend "cgx".
-unused_parameters.py: parameters that no rank uses in a step.
+Register a hook with `model.register_comm_hook(state, hook)`. `quantized_allreduce_hook` is the
+usual choice; `CommHookType` lists all hooks by name.
 """
 
 from cgx_ops.torch.ddp.arrivals import Arrivals

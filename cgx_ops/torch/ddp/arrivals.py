@@ -1,4 +1,4 @@
-"""When gradients are ready, recorded while a model trains: what cgx_ops.planner plans with."""
+"""Arrivals: records when gradients become ready during training, as input for cgx_ops.planner."""
 
 import math
 import time
@@ -18,37 +18,44 @@ from cgx_ops.planner import ready_times
 from cgx_ops.torch._compat.graphs import tree_leaves
 from cgx_ops.torch.averaging.layers import named_layers
 
-_MOST_STEPS = 64  # that are remembered
+_MOST_STEPS = 64  # that are kept
 
 
 class Arrivals:
-    """The seconds from the start of each backward pass until each parameter's gradient is there.
+    """Record when each parameter's gradient becomes ready, measured from the start of backward.
 
-        with Arrivals(model) as arrivals:
-            for _ in range(8):
-                train_step()
-        plan = Plan.of(arrivals.numels, arrivals.ready(cgx_ops.init()), costs)
+    Recording starts at construction and ends with `close` or at the end of a `with` block. A hook
+    per parameter reads the clock, which costs about a microsecond. A backward pass starts with the
+    first gradient of the model's output. Every backward pass counts as a step, also inside
+    no_sync(). The last 64 are kept.
 
-    By the processor's clock, in hooks that cost about a microsecond a parameter. A backward pass
-    starts with the first gradient of what the model returned. Every backward pass counts as a step,
-    also inside no_sync(); of the last 64 is known.
+    Args:
+        module: a model on the CPU. For a DistributedDataParallel, its inner module is used, whose
+            parameter names do not start with "module.".
 
     Attributes:
-        numels: of each parameter that needs a gradient, by name.
+        numels: number of elements of each parameter that requires a gradient, by name.
+
+    Raises:
+        Unsupported: a parameter is on another device, where hooks run before gradients are ready.
+        InvalidArgument: no parameter requires a gradient.
+
+    Example:
+        >>> import cgx_ops
+        >>> import torch
+        >>> from cgx_ops.torch import ddp
+        >>> model = torch.nn.Linear(64, 64)
+        >>> with ddp.Arrivals(model) as arrivals:
+        ...     for _ in range(8):
+        ...         model(torch.ones(8, 64)).sum().backward()
+        >>> arrivals.numels
+        {'weight': 4096, 'bias': 64}
+        >>> seconds = arrivals.ready(cgx_ops.init())  # for Plan.of(arrivals.numels, seconds, ...)
+        >>> len(seconds)
+        2
     """
 
     def __init__(self, module: nn.Module) -> None:
-        """Begin to record; close() ends it, as leaving a `with` block does.
-
-        Args:
-            module: on the CPU. Of a DistributedDataParallel, the module in it, whose names have no
-                "module." in front.
-
-        Raises:
-            Unsupported: a parameter is on another device, whose gradients are there later than its
-                hooks run.
-            InvalidArgument: no parameter needs a gradient.
-        """
         module = module.module if isinstance(module, DistributedDataParallel) else module
         parameters = {name: p for name, p in named_layers(module) if p.requires_grad}
         if not parameters:
@@ -57,65 +64,66 @@ class Arrivals:
             if parameter.device.type != "cpu":
                 raise Unsupported(
                     f"Arrivals: {name!r} is on {parameter.device}, where hooks run before "
-                    "gradients are there: time them by events, and give planner.ready_times() the "
-                    "seconds"
+                    "gradients are ready: time the gradients with events and pass the seconds to "
+                    "planner.ready_times()"
                 )
         self.numels = {name: parameter.numel() for name, parameter in parameters.items()}
         self._steps: deque[_Step] = deque(maxlen=_MOST_STEPS)
         self._handles: list[RemovableHandle] = [module.register_forward_hook(self._on_forward)]
-        for place, parameter in enumerate(parameters.values()):
-            hook = self._hook_of(place)
+        for index, parameter in enumerate(parameters.values()):
+            hook = self._hook_of(index)
             self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
 
     def _on_forward(self, _module: nn.Module, _inputs: Any, outputs: Any) -> None:
         tensors = [x for x in tree_leaves(outputs) if isinstance(x, torch.Tensor)]
         differentiated = [x for x in tensors if x.requires_grad]
-        if differentiated:  # gone with its graph, so nobody need remove it
+        if differentiated:  # freed together with its graph
             register_multi_grad_hook(differentiated, self._on_backward, mode="any")
 
     def _on_backward(self, _gradient: torch.Tensor) -> None:
         self._steps.append(_Step(time.perf_counter(), len(self.numels)))
 
-    def _hook_of(self, place: int) -> Callable[[torch.Tensor], None]:
+    def _hook_of(self, index: int) -> Callable[[torch.Tensor], None]:
         def arrived(_parameter: torch.Tensor) -> None:
-            if self._steps:  # else this backward pass began before the hooks were there
-                self._steps[-1].arrivals[place] = time.perf_counter()
+            if self._steps:  # else this backward pass began before the hooks existed
+                self._steps[-1].arrivals[index] = time.perf_counter()
 
         return arrived
 
     def ready(self, communicator: Communicator, *, warmup: int = 3) -> list[float]:
-        """Return when each gradient is ready, the same on all ranks, for Plan.of(). Collective.
+        """Return when each gradient is ready, the same on all ranks. Collective.
 
         Args:
-            communicator: of the ranks that will share a plan.
-            warmup: of the steps recorded, the first so many do not count, in which memory is taken
-                and DistributedDataParallel makes its buckets.
+            communicator: the ranks that will share a plan.
+            warmup: number of recorded steps to skip. In the first ones memory is allocated and
+                DistributedDataParallel rebuilds its buckets.
 
         Returns:
-            For each of `numels`, seconds from the start of the backward pass: the median over
-            steps, the largest over ranks.
+            For each parameter of `numels`, seconds since the start of backward: the median over
+            steps and the maximum over ranks. The input of `Plan.of`.
 
         Raises:
-            InvalidArgument: on this rank no step counts, or a parameter got no gradient in one.
+            InvalidArgument: this rank recorded no step after the warm-up, or a parameter got no
+                gradient in a step.
         """
         steps = list(self._steps)[warmup:]
         if not steps:
             raise InvalidArgument(
                 f"Arrivals.ready: {len(self._steps)} backward passes were recorded, and the first "
-                f"{warmup} do not count: train some more steps, or give warmup=0"
+                f"{warmup} are skipped: train more steps, or set warmup=0"
             )
         for step in steps:
             for name, arrival in zip(self.numels, step.arrivals, strict=True):
                 if math.isnan(arrival):
                     raise InvalidArgument(
                         f"Arrivals.ready: {name!r} got no gradient in one of the backward passes: "
-                        "freeze it (requires_grad_(False)) or record passes that use it"
+                        "freeze it with requires_grad_(False), or record passes that use it"
                     )
         arrivals = [step.arrivals for step in steps]
         return ready_times(communicator, arrivals, begins=[step.begin for step in steps])
 
     def close(self) -> None:
-        """Stop recording; what is recorded stays."""
+        """Stop recording. Recorded steps remain."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -128,7 +136,7 @@ class Arrivals:
 
 
 class _Step:
-    """A backward pass, in seconds of one clock: its begin, and each gradient's arrival or NaN."""
+    """A backward pass: its start, and each gradient's arrival or NaN, in seconds of one clock."""
 
     def __init__(self, begin: float, parameters: int) -> None:
         self.begin, self.arrivals = begin, [math.nan] * parameters

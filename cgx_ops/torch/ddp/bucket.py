@@ -1,8 +1,9 @@
-"""What all communication hooks ask of a bucket of gradients.
+"""The steps that all communication hooks share: inspect a bucket, and lay out its message.
 
-1. who made it, whether the core can average it, the names of its layers
-2. how they travel: each one's segment, noise and residual, which do not depend on the bucket:
-   DistributedDataParallel makes new buckets after the first step
+1. inspect_bucket(): which model the bucket belongs to, whether the core can average it, and the
+   names of its layers
+2. layout_of(): each layer's segment, noise and residual. They do not depend on the bucket, because
+   DistributedDataParallel rebuilds its buckets after the first step
 """
 
 import logging
@@ -31,23 +32,24 @@ from cgx_ops.torch.graph.work import DTYPES, devices
 
 _log = logging.getLogger(__name__)
 
-# ---- 1. what a hook looks at first ---------------------------------------------------------------
+# ---- 1. inspect a bucket -------------------------------------------------------------------------
 
 
 @dataclass
 class BucketInfo:
-    """A bucket, as a hook found it.
+    """The properties of a bucket that hooks use.
 
     Attributes:
-        layers: of its gradients, in order; without a name where that is not known.
-        gradients: of the layers, in the bucket's buffer; none if there is a problem.
-        offsets: where each begins in the buffer.
-        config: of the state, or of the block compressed(); None inside uncompressed().
-        step: backward passes before this one.
-        finds_unused: whether some layers may have been used by no rank.
-        problem: what the core cannot average about it, and the remedy; "" if it can.
-        refusal: why the state is another model's, to be raised where the other ranks receive the
-            reason; "" if it is not. An exception here would keep the model alive by its frames.
+        layers: its layers, in order; their names are "" if unknown.
+        gradients: the layers' gradients in the bucket's buffer; empty if there is a problem.
+        offsets: where each gradient starts in the buffer.
+        config: of the state, or of a compressed() block; None inside uncompressed().
+        step: number of earlier backward passes.
+        finds_unused: whether no rank may have used some of the layers.
+        problem: why the core cannot average the bucket, and the remedy; "" if it can.
+        refusal: why the state belongs to another model; "" if it does not. Raised later, where the
+            other ranks receive the reason; an exception here would keep the model alive by its
+            frames.
     """
 
     layers: list[Layer]
@@ -66,7 +68,7 @@ class BucketInfo:
             reported: HookState.or_refuse() with the names of the messages that these ranks start.
 
         Raises:
-            InvalidArgument: the state is another model's.
+            InvalidArgument: the state belongs to another model.
         """
         if self.refusal:
             with reported:
@@ -74,15 +76,16 @@ class BucketInfo:
 
 
 def inspect_bucket(hook: str, state: HookState, bucket: GradBucket) -> BucketInfo:
-    """Look at a bucket, and count the step that it is the last one of.
+    """Return the properties of a bucket; count the step with its last bucket.
 
     Args:
-        hook: its name, for errors.
-        state: the hook's.
-        bucket: which DistributedDataParallel gave the hook.
+        hook: name of the hook, for errors.
+        state: the hook's state.
+        bucket: what DistributedDataParallel passed to the hook.
 
     Raises:
-        TypeError: it is no bucket. InvalidArgument: the model is over other ranks.
+        TypeError: `bucket` is not a GradBucket.
+        InvalidArgument: the model averages over other ranks.
     """
     if not isinstance(bucket, GradBucket):
         raise TypeError(
@@ -115,10 +118,10 @@ def inspect_bucket(hook: str, state: HookState, bucket: GradBucket) -> BucketInf
 
 
 def require_state(hook: str, state: object, kind: type[HookState]) -> None:
-    """Require that a hook was registered with a state of its kind.
+    """Require that a hook was registered with a state of its class.
 
     Raises:
-        InvalidArgument: it was not, such as with None, which torch's own hooks accept.
+        InvalidArgument: it was not, for example with None, which torch's own hooks accept.
     """
     if not isinstance(state, kind):
         raise InvalidArgument(
@@ -131,12 +134,12 @@ def require_names(hook: str, info: BucketInfo) -> None:
     """Require that the names of all layers of a bucket are known.
 
     Raises:
-        InvalidArgument: they are not.
+        InvalidArgument: a name is unknown.
     """
     if not all(layer.name for layer in info.layers):
         raise InvalidArgument(
-            f"{hook}: settings and state are by layer, but this model's names are not known: "
-            "import cgx_ops.torch before DistributedDataParallel(model)"
+            f"{hook}: settings and state are stored by layer name, and this model's names are "
+            "unknown: import cgx_ops.torch before you call DistributedDataParallel(model)"
         )
 
 
@@ -148,13 +151,13 @@ def refuse(hook: str, info: BucketInfo, remedy: str = "") -> None:
 
 
 def unsupported(state: HookState, buffer: torch.Tensor, parameters: Sequence[torch.Tensor]) -> str:
-    """Return what the core cannot average about a bucket, and the remedy; "" if it can."""
+    """Return why the core cannot average a bucket, and the remedy; "" if it can."""
     if buffer.layout != torch.strided:
         return f"{buffer.layout}; make the layer with sparse=False"
     if buffer.device.type not in devices():
-        return f"on {buffer.device}; build cgx_ops with CUDA (nvcc on PATH or in CUDA_HOME)"
+        return f"on {buffer.device}; rebuild cgx_ops with CUDA (nvcc on PATH or in CUDA_HOME)"
     if state.carrier == "c10d" and buffer.device.type != "cpu":
-        return f"on {buffer.device}; carrier 'c10d' encodes on the CPU: use the backend 'cgx'"
+        return f"on {buffer.device}; carrier 'c10d' supports the CPU only: use carrier 'native'"
     # Buckets of complex parameters are real, with twice as many elements.
     for dtype in (buffer.dtype, *(p.dtype for p in parameters if p.is_complex())):
         if dtype not in DTYPES:
@@ -163,10 +166,10 @@ def unsupported(state: HookState, buffer: torch.Tensor, parameters: Sequence[tor
 
 
 def _check_once(hook: str, state: HookState, wrappers: list[DistributedDataParallel]) -> str:
-    """Compare a state with the model whose gradients it gets, when it first gets them.
+    """Compare a state with the model whose gradients it receives, at the first bucket.
 
     Returns:
-        Why it is another model's state; "" if it is not.
+        Why the state belongs to another model; "" if it does not.
     """
     group = state.group
     if not wrappers or any(wrapper in state.checked for wrapper in wrappers):
@@ -178,7 +181,7 @@ def _check_once(hook: str, state: HookState, wrappers: list[DistributedDataParal
     else:
         raise InvalidArgument(
             f"{hook}: the state averages over ranks {ranks}, DistributedDataParallel over "
-            f"{ranks_of(wrappers[0].process_group)}; give it the model's group: "
+            f"{ranks_of(wrappers[0].process_group)}; use the model's group: "
             "state.process_group = model.process_group"
         )
     models.check_layers(wrapper, rules_of(state))
@@ -193,19 +196,20 @@ def _check_once(hook: str, state: HookState, wrappers: list[DistributedDataParal
 
 
 def decide_bits(hook: str, state: HookState, bucket: GradBucket) -> None:
-    """Set the bits of a state's config to the fastest for the model's buckets.
+    """Set the bits of a state's config to the fastest ones for the model's buckets.
 
-    All layers get these bits: what a layer becomes must not depend on the others in its bucket.
+    All layers get these bits, because a layer's result must not depend on the other layers of its
+    bucket.
 
     Raises:
-        InvalidArgument: gradients on a GPU, whose link is not what is measured; the model is over
-            other ranks.
+        InvalidArgument: the gradients are on a GPU, whose link is not measured, or the model
+            averages over other ranks.
     """
     buffer, parameters = bucket.buffer(), bucket.parameters()
     if buffer.device.type != "cpu":
         raise InvalidArgument(
-            f"{hook}: auto_bits=True measures allreduces on the CPU, and the gradients are on "
-            f"{buffer.device}: give Config(bits=)"
+            f"{hook}: auto_bits=True measures CPU allreduces, but the gradients are on "
+            f"{buffer.device}: set Config(bits=...) instead"
         )
     numel, element_bytes = buffer.numel(), min(4, buffer.element_size())
     wrappers = models.wrappers_of(parameters)
@@ -219,13 +223,18 @@ def decide_bits(hook: str, state: HookState, bucket: GradBucket) -> None:
     _log.debug("%s: auto_bits chose %d bits, for messages of %d values", hook, bits, numel)
 
 
-# ---- 2. how its layers travel --------------------------------------------------------------------
+# ---- 2. lay out its message ----------------------------------------------------------------------
 
 
 class Layout(NamedTuple):
-    """What a collective on a bucket takes beside its buffer: a list has one entry for a segment.
+    """The arguments of a bucket's collective besides its buffer; lists have one entry per segment.
 
-    then: called when it is done, and before the bucket is used.
+    Attributes:
+        config: of the message.
+        segments: of the layers.
+        seeds: of the layers' noise.
+        residuals: of the layers, or None.
+        then: a function to call after the collective, before the bucket is used.
     """
 
     config: Config
@@ -242,12 +251,18 @@ def layout_of(
     info: BucketInfo,
     adaptation: Adaptation | None = None,
 ) -> Layout:
-    """Return how the layers of a bucket that the core can average travel.
+    """Return the layout of a bucket that the core can average.
 
-    adaptation: gives segments their bits, and measures what travels, in the steps that it says.
+    Args:
+        hook: name of the hook, for errors.
+        state: the hook's state.
+        bucket: the bucket.
+        info: its properties.
+        adaptation: sets the bits of segments, and measures what is sent in the steps that it
+            chooses.
 
     Raises:
-        InvalidArgument: rules or residuals need names of layers, and they are not known.
+        InvalidArgument: rules or residuals need names of layers, which are unknown.
     """
     if info.config is None:
         whole = Segment(0, bucket.buffer().numel(), Config(bits=EXACT_BITS))
@@ -282,6 +297,6 @@ def layout_of(
 
 
 def seeds_of(state: HookState, layers: Sequence[Layer], step: int, bucket: GradBucket) -> list[int]:
-    """Return the seed of each layer's noise, which must not depend on its bucket."""
+    """Return the seed of each layer's noise, which must not depend on the layer's bucket."""
     names = [f"ddp/{layer.name or (bucket.index(), i)}" for i, layer in enumerate(layers)]
     return state.seeds_of(names, step)

@@ -1,16 +1,8 @@
-"""DistributedDataParallel in the groups of a plan, which may change while a model trains.
+"""A communication hook that sends gradients in the groups of a plan.
 
-    state = ddp.PlannedAllreduceState(plan, config=Config(bits=4))
-    model = DistributedDataParallel(module, bucket_cap_mb=0.25)
-    model.register_comm_hook(state, ddp.planned_allreduce_hook)
-
-Buckets are small, and the hook joins them: it keeps what it is given until the tensors of a group
-are complete, then starts one collective on all that it has, where they lie. So groups are as fine
-as buckets, in any PyTorch, and another plan needs no other buckets.
-
-    1. the state: the plan, and the one that follows
-    2. the hook: which message a bucket is in, and when that starts
-    3. a message: one collective, and a future for each of its buckets
+The plan may change during training. Use small buckets (`bucket_cap_mb=0.25`). The hook collects
+buckets until all tensors of a group are there, then starts one collective on them without copying.
+So groups are as fine as buckets, and a new plan needs no new buckets.
 """
 
 import threading
@@ -43,24 +35,57 @@ from cgx_ops.torch.graph.work import future_of, start_apart
 
 _HOOK = "planned_allreduce_hook"
 _EXACT = Config(bits=EXACT_BITS)
-_STEPS_AHEAD = 2  # that another plan is announced
-_PIECE = 1 << 16  # a number of steps travels in pieces of 16 bits: float32 has them exact
+_STEPS_AHEAD = 2  # steps from replan() to the new plan
+_PIECE = 1 << 16  # step counts are sent in 16-bit pieces, which float32 represents exactly
 
 
 # ---- 1. the state --------------------------------------------------------------------------------
 
 
 class PlannedAllreduceState(HookState):
-    """What planned_allreduce_hook needs, of one model: see QuantizedAllreduceState too.
+    """State of `planned_allreduce_hook` for one model.
 
-    Equal on all ranks but for the process group and the residuals. Bits, noise and residuals do not
-    depend on the plan, so a run has the same results in any plan, and in several one after the
-    other. How many bits tensors have is said by config and rules, not by the plan.
+    All ranks use the same arguments, except for the process group. Results do not depend on the
+    plan, nor on changes of the plan: bits, noise and residuals follow from config, rules and
+    layers. The bits of the plan are not used.
+
+    Args:
+        plan: which parameters share a message, by their names in the model.
+        process_group: the ranks that average. None: the default group.
+        config: compressor, bits and the other settings. None: `Config()`, which is 4 bits.
+        rules: settings of layers by name. None: the rules of the process, which
+            `cgx_ops.torch.exclude_layer` and similar functions set.
+        seed: seed of random rounding, 0 or more.
+        **keywords: `bits`, `bucket_size`, `compressor` or `rounding`; each overrides that field of
+            `config`.
 
     Attributes:
-        plan: which parameters share a message, by their names in the model. In checkpoints, too.
-        process_group, config, rules, seed, steps, residuals: as of QuantizedAllreduceState. There
-            is no carrier "c10d".
+        plan: the plan in use. Checkpoints contain it.
+        process_group: as the argument.
+        config: as the argument, with the overrides.
+        rules: as the argument.
+        seed: as the argument.
+        steps: number of backward passes so far.
+        residuals: the quantization errors of this rank's gradients, by layer.
+
+    Raises:
+        InvalidArgument: `plan` is not a Plan, or an argument is out of range.
+
+    Example:
+        >>> import torch
+        >>> import torch.distributed as dist
+        >>> from torch.nn.parallel import DistributedDataParallel
+        >>> from cgx_ops.planner import Plan
+        >>> from cgx_ops.torch import ddp
+        >>> dist.init_process_group("cgx", store=dist.HashStore(), rank=0, world_size=1)
+        >>> plan = Plan(("weight", "bias"), (4096, 64), (4, 32), ((1, 0),))  # one message
+        >>> state = ddp.PlannedAllreduceState(plan, bits=4)
+        >>> model = DistributedDataParallel(torch.nn.Linear(64, 64), bucket_cap_mb=0.25)
+        >>> model.register_comm_hook(state, ddp.planned_allreduce_hook)
+        >>> model(torch.ones(8, 64)).sum().backward()
+        >>> state.steps
+        1
+        >>> dist.destroy_process_group()
     """
 
     kept = (*HookState.kept, "plan")
@@ -75,35 +100,38 @@ class PlannedAllreduceState(HookState):
         seed: int = 0,
         **keywords: Unpack[Keywords],
     ) -> None:
-        """Make a state; config None: Config(). Keywords replace fields of config: bits, ..."""
         if not isinstance(plan, Plan):
-            raise InvalidArgument(f"plan is {plan!r}; give a cgx_ops.planner.Plan")
+            raise InvalidArgument(f"plan is {plan!r}; it must be a cgx_ops.planner.Plan")
         super().__init__(process_group, config_of(config, **keywords), rules, "native", seed)
         self.plan = plan
 
     def connect(self) -> None:
-        """Begin anew with what belongs to this process."""
+        """Reset the attributes that belong to this process."""
         super().connect()
-        self._next: tuple[int, Plan] | None = None  # from which step on, and which
-        self._joining: _Joining | None = None  # of the backward pass that runs
-        self._number: int | None = None  # of this state, as all ranks count them
+        self._next: tuple[int, Plan] | None = None  # its first step, and the next plan
+        self._joining: _Joining | None = None  # the current backward pass
+        self._number: int | None = None  # index of this state, the same on all ranks
         self._comparing = threading.Lock()
         self._compared = False
-        self._difference: MismatchError | None = None  # how plans differ
+        self._difference: MismatchError | None = None  # the difference of plans
 
     def replan(self, plan: Plan) -> int:
-        """Go on by another plan of the same parameters, on all ranks from the same step on.
+        """Switch to another plan for the same parameters, on all ranks at the same step.
 
-        Collective, between steps or beside them: ranks compare their plans and agree on the step.
-        Two more steps go by the plan before, which checkpoints have until then; load_state_dict()
-        drops what is announced. Nothing that is kept of tensors moves or is lost.
+        Collective; call it between steps or while one runs. The ranks compare their plans and agree
+        on a step. The old plan applies to two more steps, and checkpoints contain it until then.
+        `load_state_dict` discards a switch that has not happened yet. Residuals are unaffected.
+
+        Args:
+            plan: the new plan.
 
         Returns:
-            The number of the first step that goes by the new plan; `steps` counts them.
+            The number of the first step that uses the new plan, counted as in `steps`.
 
         Raises:
-            InvalidArgument: the plan is of other parameters.
-            MismatchError: on every rank; it names the first parameter that differs.
+            InvalidArgument: the plan has other parameters.
+            MismatchError: ranks have different plans. Every rank raises it; the text names the
+                first parameter that differs.
         """
         _require_same(self.plan, plan)
         communicator = self.communicator()
@@ -115,32 +143,55 @@ class PlannedAllreduceState(HookState):
         return first
 
     def restored(self, saved: dict[str, Any]) -> dict[str, Any]:
-        """Return attributes from what was saved; a plan that was announced is not of that run."""
+        """Convert a checkpoint into attributes. A pending replan() is discarded.
+
+        Args:
+            saved: what saved() returned.
+
+        Returns:
+            Attributes by name.
+        """
         return super().restored(saved) | {"_next": None}
 
     def joining(self, bucket: GradBucket, info: BucketInfo) -> "_Joining":
-        """Return what joins the buckets of the backward pass that this one belongs to."""
+        """Return the object that joins the buckets of this bucket's backward pass.
+
+        Args:
+            bucket: the bucket.
+            info: what inspect_bucket() returned for it.
+
+        Returns:
+            The joining of the backward pass, a new one for the pass's first bucket.
+        """
         if self._number is None:
             self._number = self.communicator().next_call(_HOOK)
         if self._joining is None or bucket.index() == 0:
             if self._next is not None and info.step >= self._next[0]:
                 _, self.plan = self._next
                 self._next = None
-            self._joining = _Joining(self.plan)  # what a pass that failed has left is dropped
+            self._joining = _Joining(self.plan)  # drops the rest of a failed pass
         return self._joining
 
     def explained(self, error: Exception, plan: Plan) -> Exception:
-        """Return why a message on CPUs failed: ranks with different plans compare them, once."""
+        """Return the cause of a failed CPU message, after comparing plans across ranks once.
+
+        Args:
+            error: the failure.
+            plan: this rank's plan.
+
+        Returns:
+            A MismatchError that names the difference if plans differ, else `error`.
+        """
         with self._comparing:
             communicator = self.communicator()
             if not (self._compared or communicator.closed) and isinstance(error, MismatchError):
-                # All ranks hear of that, and are here too; of other failures one alone may hear.
+                # A mismatch reaches all ranks, so all compare. Other failures may reach only one.
                 self._compared = True
                 try:
                     plan.agree(communicator, name=f"{_HOOK}/{self._number}")
                 except MismatchError as difference:
                     self._difference = difference
-                except CgxError:  # what went wrong first says more
+                except CgxError:  # the first error is more useful
                     pass
             return self._difference or error
 
@@ -151,8 +202,8 @@ def _require_same(old: Plan, new: Plan) -> None:
         before, after = (of.get(name) for of in numels)
         if before != after:
             raise InvalidArgument(
-                f"replan: the plan is of other parameters: {name!r} had {before} values and has "
-                f"{after} (None: there is no such parameter)"
+                f"replan: the plan has other parameters: {name!r} has {before} values in the old "
+                f"plan and {after} in the new one (None: no such parameter)"
             )
 
 
@@ -163,22 +214,41 @@ def _require_same(old: Plan, new: Plan) -> None:
 def planned_allreduce_hook(
     state: PlannedAllreduceState, bucket: GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
-    """Average a bucket of gradients over the ranks, in one message with others of its group.
+    """Average a bucket of gradients over the ranks, in one message with its group of the plan.
+
+    If ranks have different plans, the first message that differs fails on all ranks. Its error,
+    which `backward` raises, names the first tensor that differs.
 
     Args:
-        state: a PlannedAllreduceState.
-        bucket: as of quantized_allreduce_hook. One that has tensors of two groups goes with the
-            later one; tensors of several dtypes or devices are never in one message.
+        state: a `PlannedAllreduceState`.
+        bucket: gradients in one flat float32, float16 or bfloat16 tensor. A bucket with tensors of
+            two groups joins the later one. Tensors of different dtypes or devices never share a
+            message.
 
     Returns:
-        A future of the bucket's buffer, averaged in place, as of quantized_allreduce_hook.
+        A future of the same tensor, averaged in place. The hook does not wait for it.
 
     Raises:
-        TypeError: gradients of another dtype, layout or device; it names the layer.
-        InvalidArgument: the plan is of another model, and as quantized_allreduce_hook.
+        TypeError: the dtype, layout or device of gradients is not supported; the text names the
+            layers.
+        InvalidArgument: the plan belongs to another model, cgx_ops cannot connect the process
+            group, the group is not the model's, or a layer was registered with another size.
 
-    Ranks with different plans hear of it at the first message that differs: what is in its future,
-    and so what backward() raises, names the first tensor that differs.
+    Example:
+        >>> import torch
+        >>> import torch.distributed as dist
+        >>> from torch.nn.parallel import DistributedDataParallel
+        >>> from cgx_ops.planner import Plan
+        >>> from cgx_ops.torch import ddp
+        >>> dist.init_process_group("cgx", store=dist.HashStore(), rank=0, world_size=1)
+        >>> model = DistributedDataParallel(torch.nn.Linear(64, 64), bucket_cap_mb=0.25)
+        >>> plan = Plan(("weight", "bias"), (4096, 64), (4, 32), ((0,), (1,)))  # two messages
+        >>> state = ddp.PlannedAllreduceState(plan, bits=4)
+        >>> model.register_comm_hook(state, ddp.planned_allreduce_hook)
+        >>> model(torch.ones(8, 64)).sum().backward()
+        >>> model.module.weight.grad.shape
+        torch.Size([64, 64])
+        >>> dist.destroy_process_group()
     """
     require_state(_HOOK, state, PlannedAllreduceState)
     info = inspect_bucket(_HOOK, state, bucket)
@@ -194,7 +264,7 @@ def planned_allreduce_hook(
 
 
 class _Joining:
-    """The buckets of one backward pass, on their way into messages."""
+    """The buckets of one backward pass and the messages that they wait for."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -202,40 +272,40 @@ class _Joining:
         self._numels = dict(zip(names, plan.numels, strict=True))
         self._group_of = {names[i]: g for g, group in enumerate(plan.groups) for i in group}
         self._missing = Counter(self._group_of.values())
-        self._waiting: dict[tuple[Any, ...], _Message] = {}  # by what a message has one of
+        self._waiting: dict[tuple[Any, ...], _Message] = {}  # by dtype, device and config
 
     def add(
         self, state: PlannedAllreduceState, bucket: GradBucket, layout: Layout
     ) -> torch.futures.Future[torch.Tensor]:
-        """Put a bucket into the message that starts next; return its future."""
+        """Add a bucket to the message that starts next; return its future."""
         buffer = bucket.buffer()
         kind = buffer.dtype, buffer.device, layout.config
         message = self._waiting.setdefault(kind, _Message(layout.config, buffer.device))
         return message.add(buffer, layout)
 
     def completes(self, info: BucketInfo, *, last: bool) -> bool:
-        """Count the tensors of a bucket, and tell whether they complete a group, or the pass."""
+        """Count a bucket's tensors; return whether they complete a group or the pass."""
         require_names(_HOOK, info)
         complete = last
         for layer in info.layers:
             if self._numels.pop(layer.name, None) != layer.numel:
                 raise InvalidArgument(
-                    f"{_HOOK}: the plan is of another model: it has no parameter {layer.name!r} "
-                    f"of {layer.numel} values, or had it before. Make it of the names that the "
-                    "module has without DistributedDataParallel, as Arrivals.numels does"
+                    f"{_HOOK}: the plan belongs to another model: it has no parameter "
+                    f"{layer.name!r} of {layer.numel} values, or the parameter came twice. Use the "
+                    "names that the module has without DistributedDataParallel: Arrivals.numels"
                 )
             group = self._group_of[layer.name]
             self._missing[group] -= 1
             complete = complete or not self._missing[group]
         if last and self._numels:
             raise InvalidArgument(
-                f"{_HOOK}: the plan is of another model, which has no {next(iter(self._numels))!r} "
-                "that needs a gradient"
+                f"{_HOOK}: the plan belongs to another model: this model has no parameter "
+                f"{next(iter(self._numels))!r} that requires a gradient"
             )
         return complete
 
     def start(self, state: PlannedAllreduceState) -> None:
-        """Start what is waiting."""
+        """Start all waiting messages."""
         waiting, self._waiting = self._waiting, {}
         for message in waiting.values():
             message.start(state, self.plan)
@@ -251,7 +321,7 @@ class _Message:
         self._config, self._on_cpu = config, device.type == "cpu"
         self._tensors: list[torch.Tensor] = []
         self._layouts: list[Layout] = []
-        # Of what went wrong, or None.
+        # Completed with an error or None.
         devices: Any = None if self._on_cpu else [device]
         self._ended: torch.futures.Future[Any] = torch.futures.Future(devices=devices)
 
@@ -283,7 +353,7 @@ class _Message:
 
         def end(future: torch.futures.Future[Any]) -> None:
             try:
-                future.value()  # raises what went wrong
+                future.value()  # raises the message's error
                 for layout in self._layouts:
                     layout.then()
             except Exception as error:

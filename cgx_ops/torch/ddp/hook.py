@@ -1,17 +1,7 @@
-"""Communication hooks for DistributedDataParallel: gradients are averaged in a few bits a value.
+"""The quantized allreduce as a communication hook for DistributedDataParallel.
 
-    from cgx_ops.torch import ddp
-    model = DistributedDataParallel(model)
-    state = ddp.QuantizedAllreduceState(config=cgx_ops.Config(bits=4))
-    model.register_comm_hook(state, ddp.quantized_allreduce_hook)
-
-  1. the state: what travels how, whose turn the noise is, and what compression has lost so far; all
-     of it goes into checkpoints
-  2. the hook: starts a bucket's collective, each layer with buckets (and bits) of its own, and
-     returns its future
-  3. a wrapper: hooks in bfloat16
-
-The layout is that of torch's own hooks (torch.distributed.algorithms.ddp_comm_hooks).
+The layout follows torch's own hooks (torch.distributed.algorithms.ddp_comm_hooks): a state, a hook,
+and a wrapper that converts gradients to bfloat16.
 """
 
 import copy
@@ -40,40 +30,70 @@ from cgx_ops.torch.ddp.state import HookState
 
 
 class QuantizedAllreduceState(HookState):
-    """What quantized_allreduce_hook needs, of one model.
+    """State of `quantized_allreduce_hook` for one model.
 
-    Equal on all ranks but for the process group and the residuals.
+    All ranks use the same arguments, except for the process group. Save the state with each
+    checkpoint: `state_dict` and `load_state_dict` cover config, rules, step count and residuals, so
+    that a resumed run continues bit for bit. torch.distributed.checkpoint, pickle and torch.save
+    also accept the state. A copy or a pickle leaves the process group out and uses the default
+    group until you set `process_group`.
 
-    It has the state_dict() and load_state_dict() that torch.distributed.checkpoint and others look
-    for: config, rules, how many steps were made, and the residuals, so that a run that is resumed
-    continues to the same bits. It pickles, too, and torch.save and torch.load take it. Its process
-    group is left out: a state that is unpickled uses the default one unless `process_group` is set.
-    Each rank's residuals are its own; consolidate() is for a restart on another number of ranks.
+    Residuals differ between ranks. Call `consolidate` before you save a checkpoint for another
+    number of ranks.
+
+    Args:
+        process_group: the ranks that average. None: the default group.
+        config: compressor, bits and the other settings. None: `Config()`, which is 4 bits. If
+            `config.keeps_residuals` is True, the quantization error of each gradient is added to
+            the next gradient. Algorithm "auto" becomes "by_hosts", so that a layer's result does
+            not depend on the other layers of its bucket.
+        rules: settings of layers by name. None: the rules of the process, which
+            `cgx_ops.torch.exclude_layer` and similar functions set.
+        carrier: "native" sends by cgx_ops' own transports, over a group of any backend. "c10d"
+            sends CPU tensors by torch's gloo collectives. Both give the same bits.
+        seed: seed of random rounding, 0 or more. Each layer's noise depends on it, on the step, and
+            on the names of layer and group.
+        unsupported: what to do with gradients that cgx_ops cannot average: float64, complex,
+            sparse, or on a GPU without a CUDA build. "refuse" raises TypeError; "exact" lets the
+            process group average them.
+        auto_bits: measure in the first backward which bits are fastest for a bucket of this model
+            (`cgx_ops.bits_for`), and use them in `config`. CPU only.
+        adaptive: a `cgx_ops.planner.AdaptiveBits` that adapts each layer's bits to its gradients:
+            the error of config.bits with fewer bytes. Layers whose bits or compressor a rule sets
+            keep them. Needs carrier="native" and compressor "uniform" or "levels". None: bits are
+            constant.
+        **keywords: `bits`, `bucket_size`, `compressor` or `rounding`; each overrides that field of
+            `config`.
 
     Attributes:
-        process_group: whose ranks average; None: the default group.
-        config: how values travel, and whether what is lost of a gradient is added to the next one:
-            if config.keeps_residuals is True, for layers that are compressed. Its algorithm
-            "auto" is "by_hosts" here: what a layer becomes must not depend on the other layers in
-            its bucket, since DistributedDataParallel makes its buckets anew after the first step,
-            and after each restart.
-        rules: cgx_ops.Rules, settings of layers by name. None: the rules of the process, which
-            cgx_ops.torch.exclude_layer() and its like set.
-        carrier: "native", cgx_ops' own transports: the group is one of the backend "cgx", or, under
-            mpirun, of any backend and all ranks in MPI's order. "c10d": torch's own collectives,
-            over any group; CPU tensors only. Same bits either way for one algorithm.
-        unsupported: what happens to gradients that the core cannot average (float64, complex,
-            sparse, on a GPU if cgx_ops was built without CUDA): "refuse" raises TypeError, "exact"
-            has the process group average them.
-        seed: of the noise: that of a layer derives from it, from `steps` and from the names of the
-            layer and of the group.
-        auto_bits: measure in the first backward which bits are fastest for one of the model's
-            buckets (cgx_ops.bits_for), and set the bits of `config` to them. False from then on.
-        adaptive: a planner.AdaptiveBits has each layer's bits follow its gradients, at the error of
-            config.bits and fewer bytes, where no rule sets bits or a compressor; None: they stay.
-            Of compressors "uniform" and "levels", with carrier "native".
-        steps: backward passes so far.
-        residuals: what was lost so far, by layer, in units of this rank's gradients.
+        process_group: as the argument.
+        config: as the argument, with the overrides.
+        rules: as the argument.
+        carrier: as the argument.
+        seed: as the argument.
+        unsupported: as the argument.
+        auto_bits: as the argument; False after the bits were chosen.
+        adaptive: as the argument.
+        steps: number of backward passes so far.
+        residuals: the quantization errors of this rank's gradients, by layer.
+
+    Raises:
+        InvalidArgument: an argument is out of range, or arguments contradict each other.
+
+    Example:
+        >>> import torch
+        >>> import torch.distributed as dist
+        >>> from torch.nn.parallel import DistributedDataParallel
+        >>> from cgx_ops.torch import ddp
+        >>> dist.init_process_group("cgx", store=dist.HashStore(), rank=0, world_size=1)
+        >>> model = DistributedDataParallel(torch.nn.Linear(64, 64))
+        >>> state = ddp.QuantizedAllreduceState(bits=2, compressor="levels")  # with error feedback
+        >>> model.register_comm_hook(state, ddp.quantized_allreduce_hook)
+        >>> model(torch.ones(8, 64)).sum().backward()
+        >>> state.steps
+        1
+        >>> checkpoint = {"model": model.state_dict(), "hook": state.state_dict()}
+        >>> dist.destroy_process_group()
     """
 
     kept = (*HookState.kept, "unsupported", "auto_bits", "adaptive")
@@ -91,7 +111,6 @@ class QuantizedAllreduceState(HookState):
         adaptive: AdaptiveBits | None = None,
         **keywords: Unpack[Keywords],
     ) -> None:
-        """Make a state; config None: Config(). Keywords replace fields of config: bits, ..."""
         if unsupported not in ("refuse", "exact"):
             raise InvalidArgument(f"unsupported is {unsupported!r}; it must be 'refuse' or 'exact'")
         super().__init__(process_group, config_of(config, **keywords), rules, carrier, seed)
@@ -101,22 +120,29 @@ class QuantizedAllreduceState(HookState):
         check_carrier(carrier, self.config, chooses_bits=auto_bits or adaptive is not None)
         if auto_bits and adaptive is not None:
             raise InvalidArgument(
-                "auto_bits and adaptive both choose the bits of layers: leave one out"
+                "auto_bits and adaptive both choose the bits of layers: use only one of them"
             )
         if auto_bits:
             require_choice(self.config)
         if adaptive is not None and self.config.bits == EXACT_BITS:
-            raise InvalidArgument("adaptive bits need config.bits below 32, whose error they keep")
+            raise InvalidArgument("adaptive bits need config.bits below 32: it sets their error")
         if adaptive is not None:
             adaptive.check(self.config)
 
     def connect(self) -> None:
-        """Begin anew with what belongs to this process."""
+        """Reset the attributes that belong to this process."""
         super().connect()
         self._adaptation: Adaptation | None = None
 
     def adaptation(self, used: Config) -> Adaptation | None:
-        """Return what adapts layers that travel by `used`; None: nothing does."""
+        """Return the adaptation of the bits of layers that use a config.
+
+        Args:
+            used: the config of the message.
+
+        Returns:
+            The adaptation; None if these bits do not adapt.
+        """
         if self.adaptive is None or used is not self.config or used.bits == EXACT_BITS:
             return None
         if self._adaptation is None:
@@ -124,25 +150,51 @@ class QuantizedAllreduceState(HookState):
         return self._adaptation
 
     def by_layer(self) -> list[dict[str, Any]]:
-        """Return what the state has of each layer."""
+        """Return the parts of the state that are stored by layer.
+
+        Returns:
+            Dicts whose keys are names of layers.
+        """
         adaptive = [] if self.adaptive is None else [dict.fromkeys(self.adaptive.names)]
         return [*super().by_layer(), *adaptive]
 
     def require_layers(self, names: Collection[str]) -> None:
-        """Compare a loaded state with the model's layers, once after load_state_dict()."""
+        """Compare a loaded state with the model's layers, once after load_state_dict().
+
+        Args:
+            names: names of the model's layers.
+
+        Raises:
+            InvalidArgument: the state has layers that the model does not have.
+        """
         if self.loaded:
             super().require_layers(names)
             if self.adaptive is not None:
                 self.adaptive.keep(names)
 
     def saved(self) -> dict[str, Any]:
-        """Return what state_dict() does, of whichever group."""
+        """Return the content of state_dict(), without the name of the group.
+
+        Returns:
+            The saved attributes, by name.
+        """
         if self._adaptation is not None:
             self._adaptation.settle()
         return super().saved() | {"adaptive": copy.deepcopy(self.adaptive)}
 
     def restored(self, saved: dict[str, Any]) -> dict[str, Any]:
-        """Return attributes from what was saved."""
+        """Convert a checkpoint into attributes.
+
+        Args:
+            saved: what saved() returned.
+
+        Returns:
+            Attributes by name.
+
+        Raises:
+            InvalidArgument: the carrier does not support the saved config, or this rank's residuals
+                are missing.
+        """
         chooses = saved["adaptive"] is not None or saved["auto_bits"]
         check_carrier(saved["carrier"], saved["config"], chooses_bits=chooses)
         own = {"adaptive": copy.deepcopy(saved["adaptive"]), "_adaptation": None}
@@ -156,27 +208,41 @@ class QuantizedAllreduceState(HookState):
 def quantized_allreduce_hook(
     state: QuantizedAllreduceState, bucket: GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
-    """Average a bucket of gradients over the ranks, in the bits that `state` says.
+    """Average a bucket of gradients over the ranks with a compressed allreduce.
 
-    Give it to DistributedDataParallel.register_comm_hook(), alone or inside torch's
-    fp16_compress_wrapper or the bf16_compress_wrapper below.
+    Register it with `DistributedDataParallel.register_comm_hook`, alone or inside torch's
+    fp16_compress_wrapper or `bf16_compress_wrapper`. Later failures, such as a rank with other
+    arguments or a lost peer, are stored in the future. `backward` then raises a RuntimeError with
+    the text of the first error. On a GPU such a failure sets the gradients to NaN, and the next
+    bucket's future holds the error.
 
     Args:
-        state: a QuantizedAllreduceState.
+        state: a `QuantizedAllreduceState`.
         bucket: gradients in one flat float32, float16 or bfloat16 tensor, on the CPU or a GPU.
 
     Returns:
-        A future of the same tensor, averaged in place; the hook itself does not wait. On a GPU it
-        is complete at once, and who takes its value has the current stream wait.
+        A future of the same tensor, averaged in place. The hook does not wait for it. On a GPU the
+        future is complete immediately, and reading its value makes the current stream wait.
 
     Raises:
-        TypeError: gradients of another dtype, layout or device; it names the layer.
-        InvalidArgument: the process group cannot be served, or is not the model's; a layer has
-            another size than was registered.
+        TypeError: the dtype, layout or device of gradients is not supported; the text names the
+            layers.
+        InvalidArgument: cgx_ops cannot connect the process group, the group is not the model's, or
+            a layer was registered with another size.
 
-    What goes wrong later (ranks disagree, a peer is gone or late) is in the future. backward()
-    raises what any hook's future holds as a RuntimeError, with the text of the first error. On a
-    GPU it makes the gradients NaN, and is in the next bucket's future.
+    Example:
+        >>> import torch
+        >>> import torch.distributed as dist
+        >>> from torch.nn.parallel import DistributedDataParallel
+        >>> from cgx_ops.torch import ddp
+        >>> dist.init_process_group("cgx", store=dist.HashStore(), rank=0, world_size=1)
+        >>> model = DistributedDataParallel(torch.nn.Linear(64, 64))
+        >>> state = ddp.QuantizedAllreduceState(bits=4)
+        >>> model.register_comm_hook(state, ddp.quantized_allreduce_hook)
+        >>> model(torch.ones(8, 64)).sum().backward()
+        >>> model.module.weight.grad.shape
+        torch.Size([64, 64])
+        >>> dist.destroy_process_group()
     """
     hook = "quantized_allreduce_hook"
     require_state(hook, state, QuantizedAllreduceState)
@@ -188,7 +254,7 @@ def quantized_allreduce_hook(
     if info.problem and state.unsupported == "exact":
         with process_group.uncompressed():
             return default_hooks.allreduce_hook(state.group, bucket)
-    refuse(hook, info, ", or give QuantizedAllreduceState(unsupported='exact')")
+    refuse(hook, info, ", or use QuantizedAllreduceState(unsupported='exact')")
 
     def begin() -> torch.futures.Future[torch.Tensor]:
         adaptation = None if info.config is None else state.adaptation(info.config)
@@ -201,16 +267,36 @@ def quantized_allreduce_hook(
     return state.prepared("ddp", begin)
 
 
-# ---- 3. hooks in bfloat16, hooks by name ---------------------------------------------------------
+# ---- 3. hooks in bfloat16 ------------------------------------------------------------------------
 
 Hook = Callable[[Any, GradBucket], torch.futures.Future[torch.Tensor]]
 
 
 def bf16_compress_wrapper(hook: Hook) -> Hook:
-    """Return a hook that is given gradients as bfloat16, and whose averages become theirs again.
+    """Wrap a hook so that it receives and returns gradients in bfloat16.
 
-    It is torch's wrapper of this name, which DistributedDataParallel refuses, by its name, where
-    there is no NCCL: the core needs none. torch's fp16_compress_wrapper is not refused.
+    Unlike torch's wrapper of this name, DistributedDataParallel accepts it without NCCL. torch's
+    own fp16_compress_wrapper works without NCCL, too.
+
+    Args:
+        hook: a communication hook.
+
+    Returns:
+        A hook that converts the bucket to bfloat16, calls `hook`, and converts the average back.
+
+    Example:
+        >>> import torch
+        >>> import torch.distributed as dist
+        >>> from torch.nn.parallel import DistributedDataParallel
+        >>> from cgx_ops.torch import ddp
+        >>> dist.init_process_group("cgx", store=dist.HashStore(), rank=0, world_size=1)
+        >>> model = DistributedDataParallel(torch.nn.Linear(64, 64))
+        >>> hook = ddp.bf16_compress_wrapper(ddp.quantized_allreduce_hook)
+        >>> model.register_comm_hook(ddp.QuantizedAllreduceState(bits=4), hook)
+        >>> model(torch.ones(8, 64)).sum().backward()
+        >>> model.module.weight.grad.dtype
+        torch.float32
+        >>> dist.destroy_process_group()
     """
     wrapped = default_hooks.bf16_compress_wrapper(hook)  # type: ignore[arg-type]
 

@@ -1,4 +1,4 @@
-"""All hooks by name, for programs that choose one by a flag."""
+"""CommHookType: all hooks by name, for programs that choose one with a flag."""
 
 from collections.abc import Callable, Mapping
 from enum import Enum
@@ -15,7 +15,7 @@ from cgx_ops.torch.ddp.state import HookState
 
 
 class _Hook(NamedTuple):
-    """One row of the table: a hook, what makes its state, and arguments of that."""
+    """A row of the table: a hook, its state's constructor, and arguments for the constructor."""
 
     hook: Hook
     make_state: Callable[..., HookState | None]
@@ -27,12 +27,30 @@ def _no_state(process_group: dist.ProcessGroup) -> None:
 
 
 class CommHookType(Enum):
-    """All hooks of cgx_ops, in the style of torch's DDPCommHookType.
+    """All communication hooks of cgx_ops by name, in the style of torch's DDPCommHookType.
 
-        state = CommHookType["POWER_SGD_RANK2"].register(model, start_powerSGD_iter=100)
+    Attributes:
+        QUANTIZED_ALLREDUCE: `quantized_allreduce_hook` with `QuantizedAllreduceState`.
+        POWER_SGD: `power_sgd_hook` with `PowerSGDState` of rank 1.
+        POWER_SGD_RANK2: `power_sgd_hook` with `PowerSGDState` of rank 2.
+        BATCHED_POWER_SGD: `batched_power_sgd_hook` with `PowerSGDState` of rank 1.
+        BATCHED_POWER_SGD_RANK2: `batched_power_sgd_hook` with `PowerSGDState` of rank 2.
+        DEEP_GRADIENT: `deep_gradient_hook` with `DeepGradientState`.
+        NOOP: torch's noop_hook, which sends nothing and leaves every rank its own gradients. Its
+            step time is a lower bound for every compression.
 
-    NOOP is torch's noop_hook, which leaves every rank its own gradients. No compression makes a
-    step faster than that.
+    Example:
+        >>> import torch
+        >>> import torch.distributed as dist
+        >>> from torch.nn.parallel import DistributedDataParallel
+        >>> from cgx_ops.torch import ddp
+        >>> dist.init_process_group("cgx", store=dist.HashStore(), rank=0, world_size=1)
+        >>> model = DistributedDataParallel(torch.nn.Linear(64, 64))
+        >>> state = ddp.CommHookType["QUANTIZED_ALLREDUCE"].register(model, bits=4)
+        >>> model(torch.ones(8, 64)).sum().backward()
+        >>> type(state).__name__
+        'QuantizedAllreduceState'
+        >>> dist.destroy_process_group()
     """
 
     QUANTIZED_ALLREDUCE = _Hook(quantized_allreduce_hook, QuantizedAllreduceState, {})
@@ -48,22 +66,22 @@ class CommHookType(Enum):
     NOOP = _Hook(noop_hook, _no_state, {})
 
     def register(self, model: DistributedDataParallel, **options: Any) -> HookState | None:
-        """Give a model this hook, over the model's process group.
+        """Register this hook with a model, over the model's process group.
 
         Args:
-            model: without a communication hook so far.
-            **options: of the hook's state.
+            model: a DistributedDataParallel that has no communication hook yet.
+            **options: arguments of the hook's state.
 
         Returns:
-            The hook's state, to be saved beside the model; None of NOOP.
+            The hook's state, to be saved in checkpoints. None for NOOP.
 
         Raises:
-            TypeError: model is no DistributedDataParallel; an option that the state does not have.
-            InvalidArgument: an option is out of its range.
+            TypeError: `model` is not a DistributedDataParallel, or the state has no such option.
+            InvalidArgument: an option is out of range.
         """
         if not isinstance(model, DistributedDataParallel):
             raise TypeError(
-                f"{self.name}.register: model is {type(model).__name__}; give a "
+                f"{self.name}.register: model is {type(model).__name__}; it must be a "
                 "DistributedDataParallel"
             )
         row = self.value

@@ -1,10 +1,10 @@
-"""Who is who: what is known of the models under DistributedDataParallel.
+"""Track the models under DistributedDataParallel: their parameters' names and dtypes.
 
-1. which there are: once a backend "cgx" exists, each is remembered when it takes its module. Other
+1. find them: once a backend "cgx" exists, each model is recorded when it takes its module; other
    models are found at their hook's first bucket
 2. copies, which torch makes without communication hooks
-3. whether a model is the one that was registered
-4. whether its dtypes changed, which DistributedDataParallel would not notice
+3. compare a model with the registered layers
+4. detect changed dtypes, which DistributedDataParallel does not detect
 """
 
 import gc
@@ -27,12 +27,13 @@ from cgx_ops.torch.ddp.state import HookState
 
 @dataclass
 class _Known:
-    """What is known of a DistributedDataParallel.
+    """The record of a DistributedDataParallel.
 
     Attributes:
-        names: of its parameters, by id. It keeps them alive, so no id passes to another tensor.
-        dtypes: of its parameters when it was made, which its buckets have.
-        watched: whether a change of dtypes is noticed.
+        names: names of its parameters by id. The model keeps the parameters alive, so ids are not
+            reused.
+        dtypes: the parameters' dtypes at construction, which its buckets have.
+        watched: whether changes of dtypes are detected.
     """
 
     names: dict[int, str]
@@ -43,23 +44,23 @@ class _Known:
 _known: weakref.WeakKeyDictionary[DistributedDataParallel, _Known] = weakref.WeakKeyDictionary()
 
 
-# ---- 1. which there are --------------------------------------------------------------------------
+# ---- 1. find models ------------------------------------------------------------------------------
 
 
 def remember(wrapper: DistributedDataParallel, module: nn.Module) -> None:
-    """Note the names and dtypes of the module that a DistributedDataParallel was made of."""
+    """Record the names and dtypes of the module that a DistributedDataParallel was made from."""
     named = named_layers(module)
     names = {id(p): name for name, p in named}
     _known[wrapper] = _Known(names, {id(p): p.dtype for _, p in named})
 
 
 def names_of(wrapper: DistributedDataParallel) -> dict[int, str]:
-    """Return the names of its parameters, by id."""
+    """Return the names of a model's parameters, by id."""
     return _known[wrapper].names
 
 
 def wrappers_of(parameters: Sequence[torch.Tensor]) -> list[DistributedDataParallel]:
-    """Return those who may have made a bucket, the youngest first: one, but for modules in two.
+    """Return the models that may own a bucket, the newest first; several if they share a module.
 
     Warns once if there is none.
     """
@@ -71,9 +72,9 @@ def wrappers_of(parameters: Sequence[torch.Tensor]) -> list[DistributedDataParal
         found = _known_of(parameters)
     if not found:
         warn_once(
-            "a communication hook finds no DistributedDataParallel with the parameters of its "
-            "bucket, so rules for layers have no effect. Keep the model until backward() ends, and "
-            "call gc.freeze() after the first backward()"
+            "a communication hook found no DistributedDataParallel with the parameters of its "
+            "bucket, so rules for layers have no effect. Keep a reference to the model until "
+            "backward() ends, and call gc.freeze() only after the first backward()"
         )
     return found
 
@@ -84,9 +85,9 @@ def _known_of(parameters: Sequence[torch.Tensor]) -> list[DistributedDataParalle
 
 
 def _unknown_of(parameters: Sequence[torch.Tensor]) -> list[DistributedDataParallel]:
-    """Return models over other backends; torch passes a hook the bucket, but not the model.
+    """Find models over other backends: torch passes the bucket to a hook, but not the model.
 
-    Unused copies must stay unknown: see adopt_copy().
+    Unused copies must stay unknown; see adopt_copy().
     """
     objects = gc.get_objects()
     wrappers = [o for o in objects if issubclass(type(o), DistributedDataParallel)]
@@ -98,10 +99,10 @@ def _unknown_of(parameters: Sequence[torch.Tensor]) -> list[DistributedDataParal
 
 
 def adopt_copy(wrapper: DistributedDataParallel) -> None:
-    """Remember one that was not seen taking its module: a copy of another, or one from a file.
+    """Record a model that was not seen taking its module: a copy or an unpickled one.
 
-    It lists the hooks of that one, with states of its own, and its reducer, which is new, has none:
-    it gets ours.
+    A copy lists the hooks of the original with copies of their states, but its new reducer has no
+    hook. This function registers the hooks of cgx_ops with it.
     """
     if wrapper in _known:
         return
@@ -111,7 +112,7 @@ def adopt_copy(wrapper: DistributedDataParallel) -> None:
 
 
 def layers_under(state: HookState) -> set[str]:
-    """Return the names of the layers of all models whose hook has a state."""
+    """Return the names of the layers of all models whose hook uses a state."""
     found: set[str] = set()
     for wrapper, known in list(_known.items()):
         if any(each is state for each in parallel.comm_hook_states(wrapper)):
@@ -119,33 +120,33 @@ def layers_under(state: HookState) -> set[str]:
     return found
 
 
-# ---- 3. whether it is the one that was registered ------------------------------------------------
+# ---- 3. compare with registered layers -----------------------------------------------------------
 
 
 def check_layers(wrapper: DistributedDataParallel, rules: Rules) -> None:
-    """Compare its layers with what was registered, and with rules, as layers.check_model does."""
+    """Compare a model's layers with the registered ones and with rules; see check_model()."""
     found = [Layer(name, p.dim(), p.numel()) for name, p in named_layers(wrapper.module)]
     layers.check_model(found, rules)
 
 
 def trained_layers(wrapper: DistributedDataParallel) -> list[Layer]:
-    """Return the layers whose gradients it averages."""
+    """Return the layers whose gradients a model averages."""
     averaged = {id(p) for p in parallel.parameters_of(wrapper) if p.requires_grad}
     named = named_layers(wrapper.module)
     return [Layer(name, p.dim(), p.numel()) for name, p in named if id(p) in averaged]
 
 
-# ---- 4. whether its dtypes changed ---------------------------------------------------------------
+# ---- 4. detect changed dtypes --------------------------------------------------------------------
 
 
 def watch_dtypes(wrapper: DistributedDataParallel) -> None:
-    """Have forward raise once parameters have other dtypes than DistributedDataParallel's buckets.
+    """Make forward raise if a parameter's dtype differs from DistributedDataParallel's buckets.
 
-    It would not notice, and would stop averaging: torch gives such parameters new accumulators of
-    gradients, without its hooks.
+    Without this check, DistributedDataParallel would silently stop averaging: torch creates new
+    gradient accumulators for such parameters, without DDP's hooks.
 
     Raises:
-        TypeError: they have other dtypes already.
+        TypeError: dtypes differ already.
     """
     _refuse_new_dtypes(wrapper)
     if not _known[wrapper].watched:
@@ -155,7 +156,7 @@ def watch_dtypes(wrapper: DistributedDataParallel) -> None:
 
 def _before_forward(wrapper: DistributedDataParallel, _inputs: Any) -> None:
     if not torch.compiler.is_compiling():
-        adopt_copy(wrapper)  # copies have this hook, too
+        adopt_copy(wrapper)  # copies have this pre-hook, too
         _refuse_new_dtypes(wrapper)
 
 
@@ -165,7 +166,7 @@ def _refuse_new_dtypes(wrapper: DistributedDataParallel) -> None:
         was = known.dtypes.get(id(parameter), parameter.dtype)
         if parameter.dtype != was and parameter.requires_grad:
             raise TypeError(
-                f"'{known.names[id(parameter)]}' is {parameter.dtype} and was {was} when "
-                "DistributedDataParallel(model) was made, which does not average such gradients: "
-                "change the dtype first, then make it"
+                f"'{known.names[id(parameter)]}' is {parameter.dtype}, but was {was} when "
+                "DistributedDataParallel(model) was called, which would not average its gradient: "
+                "change the dtype before you call DistributedDataParallel(model)"
             )

@@ -1,8 +1,4 @@
-"""HookState: what the states of all communication hooks share.
-
-An AveragingState of one model under DistributedDataParallel, which is compared with the model at
-its first bucket.
-"""
+"""HookState: the part of a communication hook's state that all hooks share."""
 
 import weakref
 from collections.abc import Callable, Collection, Sequence
@@ -21,22 +17,29 @@ from cgx_ops.torch.graph.work import failed
 
 
 class HookState(AveragingState):
-    """What a hook needs of one model: see QuantizedAllreduceState and PowerSGDState.
+    """State of a communication hook for one model under DistributedDataParallel.
+
+    It is compared with the model at the model's first bucket.
 
     Attributes:
-        loaded: how a checkpoint was loaded that was not compared with a model yet.
-        checked: the models that it was compared with.
+        loaded: how a checkpoint was loaded that was not compared with a model yet, "strictly" or
+            "partly"; else "".
+        checked: the models that the state was compared with.
     """
 
     loaded: Literal["", "strictly", "partly"] = ""
 
     def connect(self) -> None:
-        """Reset the parts that belong to this process."""
+        """Reset the attributes that belong to this process."""
         super().connect()
         self.checked: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 
     def report(self, found: Sequence[Layer]) -> None:
-        """Log that training starts, and how the layers of a model travel."""
+        """Log that training starts, and how each layer is sent.
+
+        Args:
+            found: the layers of the model.
+        """
         segments = segments_of(rules_of(self), found, [0] * len(found), self.config)
         names = [layer.name for layer in found]
         report_layers(
@@ -44,38 +47,56 @@ class HookState(AveragingState):
         )
 
     def report_method(self, what: str, found: Sequence[Layer]) -> None:
-        """Log that training starts by a method, such as "PowerSGD of rank 1, the rest"."""
+        """Log that training starts with a method.
+
+        Args:
+            what: the method, for example "PowerSGD of rank 1, the rest".
+            found: the layers of the model.
+        """
         what, tensors = f"DDP by {what}", Tensors(len(found), None)
         report_start((id(self), what), what, self.process_group, self.config, self.carrier, tensors)
 
     def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None:
-        """Continue, in place, where the state was that state_dict() was called of.
+        """Restore the state in place from what `state_dict` returned.
 
-        Its process group, its carrier, and the hook that has it, stay. Groups' names do not count.
-        The next backward raises InvalidArgument if the state is of layers that no model of the hook
-        has; with strict=False it drops them, with a warning.
+        The process group, the carrier and the registered hook do not change. The name of the
+        process group may differ from the saved one.
+
+        Args:
+            state_dict: what `state_dict` returned, on this rank or through
+                torch.distributed.checkpoint.
+            strict: True: the next backward raises InvalidArgument if the checkpoint has layers that
+                the model does not have. False: it drops them with a warning.
 
         Raises:
-            InvalidArgument: as AveragingState.load_state_dict().
+            InvalidArgument: this is not the state_dict of such a state, it lacks this rank's
+                residuals, or the carrier does not support the saved config.
         """
         super().load_state_dict(state_dict)
-        self.checked = weakref.WeakSet()  # its rules may be others
+        self.checked = weakref.WeakSet()  # its rules may have changed
         self.loaded = "strictly" if strict else "partly"
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore it over the default group."""
+        """Restore the state over the default group."""
         super().__setstate__(state)
         self.loaded = "strictly"
 
     def by_layer(self) -> list[dict[str, Any]]:
-        """Return what the state has of each layer."""
+        """Return the parts of the state that are stored by layer.
+
+        Returns:
+            Dicts whose keys are names of layers.
+        """
         return [self.residuals.tensors]
 
     def require_layers(self, names: Collection[str]) -> None:
         """Compare a loaded state with the model's layers, once after load_state_dict().
 
+        Args:
+            names: names of the model's layers.
+
         Raises:
-            InvalidArgument: it has other layers.
+            InvalidArgument: the state has layers that the model does not have.
         """
         if self.loaded:
             strict = self.loaded == "strictly"
@@ -85,11 +106,17 @@ class HookState(AveragingState):
     def prepared(
         self, name: str, begin: Callable[[], torch.futures.Future[torch.Tensor]]
     ) -> torch.futures.Future[torch.Tensor]:
-        """Return begin(), which prepares and starts a message, or a future of its error.
+        """Call a function that prepares and starts a message; turn its error into a failed future.
 
         Args:
-            name: of the message; the other ranks have the reason in their futures, too.
-            begin: may raise InvalidArgument, which is not put into a future.
+            name: name of the message. The other ranks' futures then hold the reason, too.
+            begin: the function. An InvalidArgument that it raises is not put into a future.
+
+        Returns:
+            The future that `begin` returned, or a failed future.
+
+        Raises:
+            InvalidArgument: `begin` raised it.
         """
         try:
             with self.or_refuse(name):

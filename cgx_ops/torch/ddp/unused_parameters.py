@@ -1,7 +1,8 @@
-"""Layers that no rank uses in a step: what hooks keep of them stays as it was.
+"""Restore the state of layers that no rank uses in a step.
 
-DistributedDataParallel(find_unused_parameters=True) leaves the gradient of such a layer as it was,
-and throws its average away. What a hook had sent of the layer's residual would be lost with it.
+DistributedDataParallel(find_unused_parameters=True) does not change the gradient of such a layer
+and discards its average. Without restoring, the part of the layer's residual that the hook sent
+would be lost.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,24 +24,25 @@ def unused_kept(
     kept: Sequence[Sequence[torch.Tensor | None]],
     name: str,
 ) -> Callable[[], None]:
-    """Ask, in the background, which layers of a bucket any rank has a gradient of.
+    """Find out, in the background, which layers of a bucket no rank has a gradient of.
 
-    A layer that only some ranks use is averaged as any other: all send what they have kept.
+    A layer that only some ranks use is averaged like any other; all ranks send their residuals of
+    it.
 
     Args:
-        state: the hook's.
-        gradients: of the layers, before they are averaged; zeros where this rank did not use one.
-        kept: what the step changes in place of each layer, before it does.
-        name: of the collective.
+        state: the hook's state.
+        gradients: the layers' gradients before averaging; zeros if this rank did not use a layer.
+        kept: for each layer, the tensors that the step changes in place, before it does.
+        name: name of the collective.
 
     Returns:
-        What is called when the averages are there: it waits for the answer; of layers that no rank
-        uses averages become zero, and what is kept becomes what it was.
+        A function to call when the averages are there. It waits for the answer. For layers that no
+        rank used, it sets the averages to zero and restores the tensors of `kept`.
     """
     if all(x is None for each in kept for x in each):
         return nothing
     own = torch.stack([gradient.count_nonzero() for gradient in gradients]) > 0
-    # A GPU is not waited for: copies there are of every layer.
+    # Do not wait for a GPU: copy every layer there.
     mine = [x.is_cuda or not used for x, used in zip(gradients, own, strict=True)]
     before = [
         [(x, x.clone()) for x in each if x is not None] if idle else []

@@ -182,11 +182,14 @@ def buckets_of_different_plans_are_refused() -> None:
 def plans_of_another_model_are_refused() -> None:
     wider = replace(THREE, numels=(*THREE.numels[:-1], 6))
     longer = Plan((*THREE.names, "x"), (*THREE.numels, 1), (4,) * 9, (*THREE.groups, (8,)))
-    for plan, says in ((wider, "no parameter 'last.bias' of 5"), (longer, "which has no 'x'")):
+    for plan, says in (
+        (wider, "no parameter 'last.bias' of 5"),
+        (longer, "this model has no parameter 'x'"),
+    ):
         model, _ = _model(plan)
         fails(ValueError, says, lambda model=model: _step(model, 0))
     _, state = _model(THREE)
-    fails(ValueError, "'last.bias' had 5 values and has 6", lambda: state.replan(wider))
+    fails(ValueError, "'last.bias' has 5 values in the old plan and 6", lambda: state.replan(wider))
 
 
 CHECKS: Sequence = (

@@ -167,7 +167,7 @@ def goes_over_to_another_group() -> None:
     model = DistributedDataParallel(network(), process_group=alone)
     state = ddp.QuantizedAllreduceState(auto_bits=True)
     model.register_comm_hook(state, ddp.quantized_allreduce_hook)
-    fails(ValueError, "give it the model's", model(images(RANK), spare=True).sum().backward)
+    fails(ValueError, "use the model's", model(images(RANK), spare=True).sum().backward)
     assert state.auto_bits
 
 
