@@ -90,7 +90,7 @@ def test_a_torch_without_limits_for_each_bucket_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("cgx_ops.torch.ddp.plan._KEYWORD", "no_such_keyword")
-    with pytest.raises(Unsupported, match=r"use 2[.]13 or later"):
+    with pytest.raises(Unsupported, match=r"use PyTorch 2[.]13 or later"):
         ddp.planned_buckets(_plan(_model()), _model())
 
 
