@@ -1,5 +1,9 @@
 """The configuration of Sphinx: `make docs` builds the site."""
 
+import re
+
+from sphinx.application import Sphinx
+
 import cgx_ops
 
 project = "cgx_ops"
@@ -41,3 +45,13 @@ napoleon_numpy_docstring = False
 napoleon_use_ivar = True
 napoleon_use_rtype = False
 python_use_unqualified_type_names = True
+
+
+def link_repository_pages(app: Sphinx, document: str, source: list[str]) -> None:
+    """Turn links to Markdown files outside docs/, which are not pages, into downloads."""
+    source[0] = re.sub(r"\]\((\.\./\.\./[^)#]+\.md)(?:#[^)]*)?\)", r"](path:\1)", source[0])
+
+
+def setup(app: Sphinx) -> None:
+    """Register the hooks of this file."""
+    app.connect("source-read", link_repository_pages)
