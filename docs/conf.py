@@ -1,10 +1,15 @@
 """The configuration of Sphinx: `make docs` builds the site."""
 
 import re
+import typing
 
+import numpy.typing
 from sphinx.application import Sphinx
 
-import cgx_ops
+# Signatures show the name, not the union behind it.
+numpy.typing.ArrayLike = typing.NewType("ArrayLike", object)
+
+import cgx_ops  # noqa: E402
 
 project = "cgx_ops"
 author = "The cgx_ops authors"

@@ -16,6 +16,7 @@ PAGES = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PAGES)
 def test_the_blocks_of_a_guide_run(name: str, tmp_path: Path) -> None:
     page = GUIDES / f"{name}.md"
