@@ -101,7 +101,7 @@ def test_against_the_oracle(
 def test_error_stays_within_the_bound(
     hosts: str, op: Literal["sum", "avg"], rounding: Literal["nearest", "shift"]
 ) -> None:
-    """The bound of docs/explanation/numerics.md, section 6, holds and is not far above what happens."""
+    """The bound "Hierarchical" of docs/explanation/numerics.md holds, and is not loose."""
     closest = 0.0
     for bits, bucket_size, intra_bits in [(4, 64, 0), (8, 512, 4), (1, 100, 1), (2, 7, 8)]:
         segment = reference.Segment(0, 3000, bits, bucket_size)
