@@ -146,7 +146,7 @@ def elias_fano(numel: int, count: int) -> int:
 
 
 def test_bytes_are_as_many_as_the_formulas_say() -> None:
-    """Each row at its settings in fp32; the bytes in docs/explanation/numerics.md, "Other compressors"."""
+    """Each row in fp32: the bytes of docs/explanation/numerics.md, "Other compressors"."""
     n, whole, rest = 5000, 9, 392  # buckets of 512
     per_bucket = {
         **{f"levels {b}": lambda k, b=b: 2 + math.ceil(k * b / 8) for b in range(1, 5)},
