@@ -1,17 +1,18 @@
-"""Time to the same loss: every method on three examples, on hosts joined by slow links.
+"""Time to the same loss: every method on three models, on hosts with slow links.
 
-    python benchmarks/convergence.py [--seeds 0 1 2] [--json FILE] [--plot FILE] [--docs FILE]
+    python benchmarks/convergence.py [--seeds 0 1 2] [--json FILE] [--plot FILE] [--docs PAGE]
+    python benchmarks/convergence.py --again FILE --docs docs/explanation/methods.md
 
-A method's losses do not depend on the link, and the time of its steps does not depend on the loss.
-So each is measured where it is cheap:
+The losses of a method do not depend on the link, and the time of a step does not depend on the
+loss. So both are measured separately:
 
-  1. curves: the examples (examples/methods) train with every method, from several seeds, on ranks
-     of this machine; --curves keeps them, and what is there is not trained again
-  2. steps: method_steps.py times a step of every method, interleaved, on hosts with slow links
-  3. both together: the steps to the target, times the time of each
+1. curves: the examples (examples/methods) train with every method and several seeds, on ranks of
+   this machine. --curves FOLDER stores the curves, and a second run reuses them.
+2. steps: method_steps.py times a step of every method, interleaved, on hosts with slow links.
+3. outcomes: the number of steps to the target loss, times the seconds of a step.
 
 The target is the loss that exact averages (gloo's) have with the same seed after TARGET of all
-steps. It is reached where the straight line between two points of a curve crosses it.
+steps. Between two points a curve is a straight line.
 """
 
 import argparse
@@ -27,6 +28,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import documents
 import hosts
 from plots import losses
 from rich.console import Console
@@ -42,12 +44,12 @@ EXACT, TARGET = "gloo", 0.6
 WARM, ALONE = "warm-up of ", "compute alone"  # as method_steps.py has it
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(EXAMPLES)}
 
-Curves = dict[str, list[dict[str, Any]]]  # of each method, each seed's, as examples write them
+Curves = dict[str, list[dict[str, Any]]]  # by method, a curve for each seed
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A task on so many hosts, with links of a rate ("1gbit")."""
+    """A task, the number of hosts, and the rate of their links ("1gbit")."""
 
     task: str
     hosts: int
@@ -56,16 +58,16 @@ class Cell:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a method in a cell.
+    """The result of a method in a cell.
 
     Attributes:
         method: its name.
         ours: whether cgx_ops averages.
-        step: seconds, after its warm-up.
+        step: seconds of a step, after the warm-up.
         alone: seconds of a step that averages nothing.
-        reached: steps until the target, the median of the seeds; None: most did not reach it.
-        seconds: until then; None as `reached`.
-        score, spread: percent in the end, mean and standard deviation of the seeds.
+        reached: steps to the target, median of the seeds; None if most seeds did not reach it.
+        seconds: time to the target; None as `reached`.
+        score, spread: final score in percent, mean and standard deviation of the seeds.
         curve: seconds and losses of the first seed.
     """
 
@@ -81,7 +83,7 @@ class Outcome:
 
 
 def all_methods() -> list[str]:
-    """Return the names of what the examples compare."""
+    """Return the names of all methods in examples/methods."""
     program = [sys.executable, str(EXAMPLES / "methods.py")]
     return subprocess.run(program, capture_output=True, text=True, check=True).stdout.splitlines()
 
@@ -92,9 +94,9 @@ def all_methods() -> list[str]:
 def train(
     task: str, ranks: int, seed: int, methods: Sequence[str], steps: int | None, folder: Path
 ) -> list[dict[str, Any]]:
-    """Return the curves of one seed; methods that the folder lacks are trained."""
-    kept = folder / f"{task}-{ranks}-{steps or 'own'}-{seed}.json"
-    found = json.loads(kept.read_text()) if kept.exists() else []
+    """Return the curves of one seed; train the methods that the folder lacks."""
+    stored = folder / f"{task}-{ranks}-{steps or 'own'}-{seed}.json"
+    found = json.loads(stored.read_text()) if stored.exists() else []
     missing = [method for method in methods if method not in {each["method"] for each in found}]
     if missing:
         mpirun = [str(Path(sys.executable).parent / "mpirun"), "-n", str(ranks)]
@@ -117,12 +119,12 @@ def train(
             )
             found += json.loads((Path(out) / f"{task}.json").read_text())
         folder.mkdir(parents=True, exist_ok=True)
-        kept.write_text(json.dumps(found))
+        stored.write_text(json.dumps(found))
     return [each for each in found if each["method"] in methods]
 
 
 def crossing(curve: dict[str, Any], target: float) -> float | None:
-    """Return the steps until a curve has the target for the first time; None: it never has."""
+    """Return the steps until a curve first reaches the target; None if it does not."""
     points = list(zip(curve["steps"], curve["losses"], strict=True))
     if points[0][1] <= target:
         return points[0][0]
@@ -136,7 +138,7 @@ def crossing(curve: dict[str, Any], target: float) -> float | None:
 
 
 def time_steps(cell: Cell, methods: Sequence[str], budget: float) -> dict[str, float]:
-    """Return the seconds of a step of each method, and of one of its warm-up."""
+    """Return the seconds of a step of each method, and of a step of its warm-up."""
     with tempfile.TemporaryDirectory() as folder, hosts.Hosts(cell.hosts, rate=cell.rate) as made:
         path = Path(folder, "steps.json")
         words = [sys.executable, str(ROOT / "benchmarks" / "method_steps.py"), cell.task]
@@ -149,7 +151,7 @@ def time_steps(cell: Cell, methods: Sequence[str], budget: float) -> dict[str, f
 
 
 def outcomes(curves: Curves, seconds: dict[str, float]) -> list[Outcome]:
-    """Return what became of each method, given the seconds of a step."""
+    """Return the result of each method, given the seconds of a step."""
     targets = [curve["losses"][round(TARGET * len(curve["losses"])) - 1] for curve in curves[EXACT]]
     found = []
     for method, mine in curves.items():
@@ -182,7 +184,7 @@ def outcomes(curves: Curves, seconds: dict[str, float]) -> list[Outcome]:
 
 
 def time_table(task: str, count: int, cells: dict[str, list[Outcome]]) -> Table:
-    """Return the table of a task on so many hosts, whose outcomes are given by rate."""
+    """Return the table of a task on `count` hosts; `cells` has the outcomes by rate."""
     exact = {rate: found[0].seconds for rate, found in cells.items()}
     first = next(iter(cells.values()))
     rows = []
@@ -206,15 +208,15 @@ def time_table(task: str, count: int, cells: dict[str, list[Outcome]]) -> Table:
         rows,
         sections=[ours],
         notes=[
-            f"Steps, times: until the loss that gloo has after {TARGET:.0%} of all steps. "
-            "Speed-up: over gloo. Score: in the end, mean and standard deviation of the seeds. "
+            f"Steps and times are those to the loss that gloo has after {TARGET:.0%} of all steps. "
+            "Speed-up: over gloo. Score: final, mean and standard deviation of the seeds. "
             f"A step that averages nothing takes {alone}."
         ],
     )
 
 
 def winners_table(found: dict[Cell, list[Outcome]]) -> Table:
-    """Return the best of ours and of the others in each cell."""
+    """Return the fastest method of cgx_ops and of the others in each cell."""
     rows = []
     for cell, outcomes_of in found.items():
         row = [cell.task, str(cell.hosts), cell.rate]
@@ -232,24 +234,70 @@ def winners_table(found: dict[Cell, list[Outcome]]) -> Table:
     return Table("The fastest in each cell", columns, rows, text_columns=4)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Time to the same loss on slow links")
-    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=[*TASKS])
-    parser.add_argument("--methods", nargs="+", help="default: all")
-    parser.add_argument("--hosts", nargs="+", type=int, default=[2, 4])
-    parser.add_argument("--rates", nargs="+", default=["1gbit", "100mbit"])
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, help="of a training; default: the example's own")
-    parser.add_argument("--budget", type=float, default=60, help="seconds of steps (default 60)")
-    parser.add_argument("--curves", type=Path, metavar="FOLDER", help="keeps what was trained")
-    parser.add_argument("--json", metavar="FILE", help="also write the results there")
-    parser.add_argument("--plot", metavar="FILE", help="also draw losses against time")
-    parser.add_argument("--docs", type=Path, metavar="FILE", help="also write the tables there")
-    options = parser.parse_args()
+def _by_place(found: dict[Cell, list[Outcome]]) -> dict[Cell, dict[str, Outcome]]:
+    return {cell: {o.method: o for o in each} for cell, each in found.items()}
+
+
+def speedups_table(found: dict[Cell, list[Outcome]]) -> Table:
+    """Return the speed-ups over gloo to the target loss, on the smallest number of hosts."""
+    count = min(cell.hosts for cell in found)
+    cells = {c: each for c, each in _by_place(found).items() if c.hosts == count}
+
+    def speedup(outcomes_of: dict[str, Outcome], method: str) -> str:
+        own, theirs = outcomes_of[method].seconds, outcomes_of[EXACT].seconds
+        return f"{theirs / own:.2f}" if own and theirs else "-"
+
+    methods = next(iter(cells.values()))
+    columns, task = ["method"], ""
+    for cell in cells:
+        columns.append(cell.rate if cell.task == task else f"{cell.task}, {cell.rate}")
+        task = cell.task
+    return Table(
+        f"Speed-up over gloo to the same loss, {count} hosts",
+        columns,
+        [[m, *(speedup(each, m) for each in cells.values())] for m in methods],
+        notes=["A dash: most seeds did not reach the loss."],
+    )
+
+
+def scores_table(found: dict[Cell, list[Outcome]]) -> Table:
+    """Return the final scores minus those of gloo, by task and number of hosts."""
+    cells = {(c.task, c.hosts): each for c, each in _by_place(found).items()}
+
+    def score(outcomes_of: dict[str, Outcome], method: str) -> str:
+        own, exact = outcomes_of[method], outcomes_of[EXACT]
+        if method == EXACT:
+            return f"{own.score:.1f} ± {own.spread:.1f}"
+        return f"{own.score - exact.score:+.1f}"
+
+    methods = next(iter(cells.values()))
+    return Table(
+        "Final scores",
+        ["method", *(f"{task}, {hosts}" for task, hosts in cells)],
+        [[m, *(score(each, m) for each in cells.values())] for m in methods],
+        notes=[
+            "Percentage points above (+) or below (-) gloo; the row of gloo has its score with "
+            "the standard deviation of the seeds. The number after the task is that of the hosts."
+        ],
+    )
+
+
+def read(path: Path) -> dict[Cell, list[Outcome]]:
+    """Return the outcomes of a report, without methods that no longer exist."""
+    found: dict[Cell, list[Outcome]] = {}
+    methods = set(all_methods())
+    for each in Report.read(path).results:
+        if each["method"] in methods:
+            cell = Cell(each.pop("task"), each.pop("hosts"), each.pop("rate"))
+            found.setdefault(cell, []).append(Outcome(**each))
+    return found
+
+
+def measure(options: argparse.Namespace) -> dict[Cell, list[Outcome]]:
+    """Train and time all methods in all cells."""
     methods = list(dict.fromkeys([EXACT, *(options.methods or all_methods())]))
     console = Console(highlight=False, markup=False)
     found: dict[Cell, list[Outcome]] = {}
-    tables: list[Table] = []
     with tempfile.TemporaryDirectory() as scratch:
         folder = options.curves or Path(scratch)
         for task, count in itertools.product(options.tasks, options.hosts):
@@ -259,16 +307,40 @@ def main() -> None:
                 for curve in train(task, count, seed, methods, options.steps, folder):
                     curves.setdefault(curve["method"], []).append(curve)
             curves = {method: curves[method] for method in methods}  # the exact one first
-            by_rate = {}
             for rate in options.rates:
                 console.print(f"{task}, {count} hosts, {rate}")
                 cell = Cell(task, count, rate)
-                found[cell] = by_rate[rate] = outcomes(
-                    curves, time_steps(cell, [*curves], options.budget)
-                )
-            tables.append(time_table(task, count, by_rate))
-    tables.insert(0, winners_table(found))
-    for table in tables:
+                found[cell] = outcomes(curves, time_steps(cell, [*curves], options.budget))
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Time to the same loss on slow links")
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=[*TASKS])
+    parser.add_argument("--methods", nargs="+", help="default: all")
+    parser.add_argument("--hosts", nargs="+", type=int, default=[2, 4])
+    parser.add_argument("--rates", nargs="+", default=["1gbit", "100mbit"])
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--steps", type=int, help="steps of a training (default: the example's)")
+    parser.add_argument("--budget", type=float, default=60, help="seconds of timing (default 60)")
+    parser.add_argument("--curves", type=Path, metavar="FOLDER", help="store and reuse the curves")
+    parser.add_argument(
+        "--again", type=Path, metavar="FILE", help="measure nothing; read a report of --json"
+    )
+    parser.add_argument("--json", metavar="FILE", help="also write the results there")
+    parser.add_argument("--plot", metavar="FILE", help="also draw losses against time")
+    parser.add_argument(
+        "--docs", type=Path, metavar="PAGE", help="also put the tables between the page's markers"
+    )
+    options = parser.parse_args()
+    found = read(options.again) if options.again else measure(options)
+    fastest, speedups, scores = winners_table(found), speedups_table(found), scores_table(found)
+    places = dict.fromkeys((cell.task, cell.hosts) for cell in found)
+    tables = [fastest]
+    for task, count in places:
+        cells = {c.rate: o for c, o in found.items() if (c.task, c.hosts) == (task, count)}
+        tables.append(time_table(task, count, cells))
+    for table in (*tables, speedups, scores):
         table.print()
     results = [asdict(c) | asdict(o) for c, each in found.items() for o in each]
     report = Report("convergence", {"seeds": options.seeds}, results, tables)
@@ -277,8 +349,9 @@ def main() -> None:
     if options.plot:
         losses(report).savefig(options.plot, dpi=100)
     if options.docs:
-        head = "# Methods, measured\n\nWritten by `python benchmarks/convergence.py --docs`."
-        options.docs.write_text("\n\n".join([head, *(each.markdown() for each in tables)]) + "\n")
+        blocks = {"fastest": fastest, "speed-ups": speedups, "scores": scores}
+        bodies = {name: documents.body_of(table) for name, table in blocks.items()}
+        documents.insert(options.docs, bodies)
 
 
 if __name__ == "__main__":

@@ -7,9 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import convergence
+import documents
 import pytest
 from hosts import refusal
 from support import launch
+
+from cgx_ops._core.table import Table
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 TINY = ("--layers", "2", "--compute-ms", "1", "--rounds", "2", "--budget", "1")
@@ -94,13 +97,28 @@ def test_time_to_the_loss_is_steps_times_their_seconds() -> None:
     assert row == ["task", "2", "1gbit", "gloo", "120 s", "fast", "7.00 s", "17.14"]
 
 
+def test_tables_replace_what_is_between_the_markers_of_a_page(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("before\n<!-- begin a -->\nold\n<!-- end a -->\nafter\n")
+    table = Table("title", ["who", "s"], [["x", "1"]], notes=["A note."])
+    body = "| who | s |\n| --- | ---: |\n| x | 1 |\n\nA note."
+    for _ in range(2):
+        documents.insert(page, {"a": documents.body_of(table)})
+        assert page.read_text() == f"before\n<!-- begin a -->\n\n{body}\n\n<!-- end a -->\nafter\n"
+    with pytest.raises(ValueError, match="has no lines '<!-- begin b -->'"):
+        documents.insert(page, {"b": ""})
+
+
 @pytest.mark.exhaustive
 @pytest.mark.skipif(bool(refusal()), reason=refusal())
 def test_methods_are_compared_on_hosts(tmp_path: Path) -> None:
     path, plot = tmp_path / "report.json", tmp_path / "plot.png"
     small = ["--tasks", "boxes", "--hosts", "2", "--rates", "1gbit", "--seeds", "0", "1"]
     small += ["--steps", "20", "--budget", "1", "--methods", "4 bits"]
-    files = ["--json", str(path), "--plot", str(plot), "--docs", str(tmp_path / "tables.md")]
+    page = tmp_path / "page.md"
+    names = ("fastest", "speed-ups", "scores")
+    page.write_text("".join(f"<!-- begin {name} -->\n<!-- end {name} -->\n" for name in names))
+    files = ["--json", str(path), "--plot", str(plot), "--docs", str(page)]
     program = [sys.executable, str(BENCHMARKS / "convergence.py"), *small, *files]
     done = subprocess.run(program, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -111,4 +129,6 @@ def test_methods_are_compared_on_hosts(tmp_path: Path) -> None:
         assert (each["task"], each["hosts"], each["rate"]) == ("boxes", 2, "1gbit")
         assert each["curve"][-1][0] == pytest.approx(20 * each["step"])
     assert plot.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
-    assert "### The fastest in each cell" in (tmp_path / "tables.md").read_text()
+    text = page.read_text()
+    assert "| boxes | 2 | 1gbit |" in text
+    assert text.count("| 4 bits |") >= 2
