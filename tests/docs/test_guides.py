@@ -8,11 +8,13 @@ from support import launch
 
 GUIDES = Path(__file__).resolve().parents[2] / "docs" / "guides"
 PAGES = (
+    "checkpoints",
     "from_deepspeed",
     "from_dgc",
     "from_mergecomp_grace",
     "from_power_sgd",
     "from_torch_cgx",
+    "monitoring",
 )
 
 
