@@ -1,21 +1,25 @@
-"""docs/guides/trainers.md shows lines of the programs that are tested here, and no others."""
+"""The guides to trainers and to Ray show lines of the programs that are tested here, and no others."""
 
 import re
 from pathlib import Path
 
 HERE = Path(__file__).parent
-TEXT = (HERE.parents[1] / "docs/guides/trainers.md").read_text()
+GUIDES = HERE.parents[1] / "docs/guides"
+PAGES = ("trainers.md", "ray.md")
 
 
 def test_recipes_are_what_is_tested() -> None:
-    sections = TEXT.split("\n## ")[1:]
     shown = set()
-    for section in sections:
-        if named := re.search(r"\]\(\.\./tests/integrations/(run_\w+\.py)\)", section):
-            lines = iter(line.strip() for line in (HERE / named[1]).read_text().splitlines())
-            recipe = re.findall(r"^    (.+)$", section, re.MULTILINE)
+    for page in PAGES:
+        for section in re.split(r"\n## (?=.*\n)", (GUIDES / page).read_text()):
+            named = re.search(r"\]\(\.\./\.\./tests/integrations/(run_\w+\.py)\)", section)
+            blocks = re.findall(r"^```python\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)
+            if not named:
+                continue
+            program = {line.strip() for line in (HERE / named[1]).read_text().splitlines()}
+            recipe = [line.strip() for block in blocks for line in block.splitlines()]
             assert recipe, named[1]
             for line in recipe:
-                assert line.strip() == "..." or line.strip() in lines, f"{named[1]}: {line}"
+                assert line in ("", "...") or line in program, f"{named[1]}: {line}"
             shown.add(named[1])
     assert shown == {file.name for file in HERE.glob("run_*.py")}
