@@ -1,4 +1,4 @@
-"""The guides to trainers and to Ray show lines of the programs that are tested here, and no others."""
+"""The guides to trainers and Ray show lines of the programs that are tested here, and no others."""
 
 import re
 from pathlib import Path
