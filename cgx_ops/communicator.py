@@ -1,4 +1,4 @@
-"""Communicator: ranks that reduce numpy arrays together, over any transport of libcgx."""
+"""Communicator: a group of ranks that run collectives on numpy arrays."""
 
 import contextlib
 import itertools
@@ -26,25 +26,49 @@ _calls: dict[int, Counter] = {}
 
 
 class Communicator:
-    """Ranks that can reduce together, as a small integer id in libcgx's registry.
+    """A group of ranks that run collectives together.
 
-    Made by cgx_ops.init(), local(), create(), split(), group() and find(). Collectives must be
-    called on every rank with equal arguments (seed, out and timeout apart). Calls without a name
-    match in program order; threads that start collectives on one communicator must name them.
+    init(), local(), create(), split(), group() and find() return communicators. All ranks must call
+    each collective with equal arguments, except arrays, `seed` and `timeout`. Calls without a name
+    match in program order, so threads that share a communicator must name their calls.
 
-    Every collective takes arrays of dtype float32, float16 or bfloat16 and of any shape; those
-    that are not contiguous are copied. `out` must be C-contiguous, of the result's shape and dtype.
-    It raises Unsupported (a TypeError) for other dtypes, InvalidArgument (a ValueError) for values
-    out of range, MismatchError if ranks disagree, DeadlineExceeded (a TimeoutError) and PeerFailed
-    (a ConnectionError) if a peer is late or dead, which closes the communicator, and then Closed.
+    Collectives accept float32, float16 and bfloat16 arrays of any shape; arrays that are not
+    contiguous are copied. `out` must be C-contiguous, with the shape and dtype of the result.
+
+    Args:
+        id: The number of an existing communicator in libcgx.
 
     Attributes:
-        id: what bindings and libcgx know it by; equal to no other communicator's of this process.
-        name: equal on all ranks, but for those of local().
-        rank: of this process (or thread), from 0.
-        size: number of ranks.
-        host: which host this rank is on; they are numbered in the order of their first ranks.
-        hosts: number of hosts; fewer than ranks if some share one.
+        id: The number of this communicator in libcgx, unique within the process.
+        name: The name, equal on all ranks (except for those of local()).
+        rank: The rank of this process or thread, from 0.
+        size: The number of ranks.
+        host: The index of this rank's host. Hosts are numbered in the order of their first ranks.
+        hosts: The number of hosts. It is smaller than `size` if ranks share a host.
+
+    Raises:
+        InvalidArgument: A value is out of range (a ValueError).
+        Unsupported: The dtype, operation or layout is not supported (a TypeError).
+        MismatchError: The arguments of the ranks differ.
+        DeadlineExceeded: A rank is late (a TimeoutError). The communicator is closed.
+        PeerFailed: A rank has failed (a ConnectionError). The communicator is closed.
+        Closed: The communicator was closed before the call.
+
+    Example:
+        Two ranks as threads of one process:
+
+        >>> from concurrent.futures import ThreadPoolExecutor
+        >>> import numpy as np
+        >>> from cgx_ops import Communicator
+        >>> def total(comm: Communicator) -> float:
+        ...     ones = np.ones(1000, np.float32)
+        ...     return float(comm.allreduce(ones, bits=4)[0])
+        >>> ranks = Communicator.local(2)
+        >>> with ThreadPoolExecutor() as threads:
+        ...     print(list(threads.map(total, ranks)))
+        [2.0, 2.0]
+        >>> for comm in ranks:
+        ...     comm.close()
     """
 
     def __init__(self, id: int) -> None:  # noqa: A002  (the attribute's name)
@@ -54,18 +78,22 @@ class Communicator:
         self.name, self.rank, self.size = library.text(info.name), info.rank, info.size
         self.host, self.hosts = info.host, info.hosts
 
-    # ---- How communicators are made --------------------------------------------------------------
+    # ---- Creation --------------------------------------------------------------------------------
 
     @classmethod
     def local(
         cls, size: int, name: str | None = None, *, timeout: float | None = None
     ) -> list[Self]:
-        """Return `size` ranks inside this process, for as many threads.
+        """Return `size` ranks inside this process, one for each of as many threads.
 
         Args:
-            size: number of ranks.
-            name: rank i is named "<name>/<i>". By default a new name.
-            timeout: seconds that a collective may take; None: CGX_TIMEOUT, else 300.
+            size: Number of ranks.
+            name: Rank i is named "<name>/<i>". None: a new name.
+            timeout: Seconds that a collective may take. None: CGX_TIMEOUT, else 300.
+
+        Raises:
+            InvalidArgument: `size` is not an integer >= 1, the name is in use, or `timeout` is not
+                positive.
         """
         if not 1 <= size < 2**31:
             raise InvalidArgument(f"size is {size}; it must be an integer >= 1")
@@ -89,42 +117,55 @@ class Communicator:
     ) -> Self:
         """Return a communicator of processes that can already exchange small messages.
 
+        All ranks must call it. Use it to connect ranks that no launcher described to init().
+
         Args:
-            rank: of this process, from 0.
-            size: number of ranks.
-            allgather: gives one rank's bytes to all and returns those of all ranks, in rank order;
-                called a few times, with equally many bytes on all ranks, during this call only.
-            name: equal on all ranks, unique among this process's communicators.
-            transport: "AUTO", "SHM", "MPI", "TCP" or "NCCL" (between GPUs; else as AUTO); None:
-                COMMUNICATOR_TYPE, else AUTO.
-            timeout: seconds that a collective may take; None: CGX_TIMEOUT, else 300.
-            noise_rank: this rank's number where noise is drawn, >= 0; None: `rank`. Several groups
-                of one job draw different noise, whatever their seeds, if each rank has its number
-                in the whole job. Those that split() and group() make keep them.
+            rank: Rank of this process, from 0.
+            size: Number of ranks.
+            allgather: Function that sends one rank's bytes to all ranks and returns the bytes of
+                all, in rank order. It is called a few times during this call, each time with
+                equally many bytes on all ranks.
+            name: Name of the communicator: equal on all ranks, unique in this process.
+            transport: "AUTO", "SHM", "MPI", "TCP" or "NCCL" (between GPUs, otherwise like AUTO).
+                None: COMMUNICATOR_TYPE, else AUTO.
+            timeout: Seconds that a collective may take. None: CGX_TIMEOUT, else 300.
+            noise_rank: The number, >= 0, from which this rank's rounding noise derives. None:
+                `rank`. Pass each rank's number in the whole job if the job has several groups: then
+                their noise differs. split() and group() keep it.
 
         Raises:
-            Whatever allgather raises, and CgxError.
+            CgxError: The ranks cannot be connected. Exceptions of `allgather` pass through.
         """
         return cls(bootstrap.create(rank, size, allgather, name, transport, timeout, noise_rank))
 
     @classmethod
     def find(cls, name: str) -> Self:
-        """Return this process's communicator of that name.
+        """Return the communicator of this process with this name.
+
+        Args:
+            name: The name, such as "world".
 
         Raises:
-            NotFound: there is none.
+            NotFound: No communicator has this name.
         """
         return cls(library.call_for_id("cgx_comm_find", library.encode(name)))
 
     def split(self, color: int | None, key: int = 0, *, name: str) -> Self | None:
-        """Divide the ranks by color; ranks of equal color form a communicator.
+        """Divide the ranks by color: ranks with the same color form a new communicator.
 
-        Collective over this communicator.
+        All ranks of this communicator must call it.
 
         Args:
-            color: None or a negative number: this rank joins none, and gets None.
-            key: orders the ranks of the new communicator; equal keys keep their order.
-            name: of the new communicators, equal on all ranks of this one; it matches the call.
+            color: The group of this rank. None or a negative number: this rank joins no group.
+            key: Orders the ranks of the new communicator. Ranks with equal keys keep their order.
+            name: Name of the new communicators, equal on all ranks of this one.
+
+        Returns:
+            The communicator of this rank's group; None if it joins none.
+
+        Raises:
+            InvalidArgument: `color` or `key` is not a 32-bit integer.
+            CgxError: See Communicator.
         """
         least, most = -(2**31), 2**31 - 1
         color = -1 if color is None else require_integer("color", color, least, most)
@@ -133,9 +174,17 @@ class Communicator:
         return None if new < 0 else type(self)(new)
 
     def group(self, ranks: Sequence[int], *, name: str) -> Self:
-        """Return a communicator of the listed ranks, ranks[i] becoming rank i.
+        """Return a communicator of the listed ranks; ranks[i] becomes rank i.
 
-        Collective over the listed ranks only.
+        Only the listed ranks must call it.
+
+        Args:
+            ranks: Ranks of this communicator.
+            name: Name of the new communicator, equal on all listed ranks.
+
+        Raises:
+            InvalidArgument: A rank does not exist, is listed twice, or is not this one.
+            CgxError: See Communicator.
         """
         last = self.size - 1
         given = [require_integer(f"ranks[{i}]", rank, 0, last) for i, rank in enumerate(ranks)]
@@ -144,7 +193,7 @@ class Communicator:
             library.call_for_id("cgx_comm_group", self.id, listed, len(given), library.encode(name))
         )
 
-    # ---- What it is ------------------------------------------------------------------------------
+    # ---- Properties ------------------------------------------------------------------------------
 
     def _info(self) -> structs.CommInfo:
         info = structs.CommInfo()
@@ -158,12 +207,15 @@ class Communicator:
 
     @property
     def wire(self) -> str:
-        """How its ranks' GPUs are connected: "direct", "mpi", "staged" or "nccl"; "" before."""
+        """How the ranks' GPUs are connected: "direct", "mpi", "staged" or "nccl".
+
+        It is "" before the first collective on GPU memory.
+        """
         return library.text(self._info().wire)
 
     @property
     def closed(self) -> bool:
-        """Whether a failure or close() ended it."""
+        """Whether close() or a failure has closed it."""
         try:
             return bool(self._info().closed)
         except Closed:
@@ -171,19 +223,19 @@ class Communicator:
 
     @property
     def bytes_sent(self) -> int:
-        """Bytes this rank handed to its peers since creation, headers included."""
+        """Bytes that this rank has sent to its peers since creation, including headers."""
         return self._info().bytes_sent
 
     @property
     def collectives(self) -> int:
-        """Collectives that ended well since creation."""
+        """Number of collectives that ended without an error since creation."""
         return self._info().collectives
 
     def stats(self) -> Stats:
-        """Return what this rank has done here since creation: counts, bytes, time per phase.
+        """Return the statistics of this rank since creation: counts, bytes, and time per phase.
 
         Raises:
-            Closed: close() was called; one that a failure ended still tells.
+            Closed: close() was called. After a failure the statistics are still available.
         """
         return read_stats(self.id)
 
@@ -206,30 +258,35 @@ class Communicator:
         residual: Array | None = None,
         **keywords: Unpack[Keywords],
     ) -> Array:
-        """Reduce the ranks' arrays elementwise; every rank gets the same bits.
+        """Reduce the ranks' arrays elementwise; all ranks get the same bits.
 
         Args:
-            array: any shape.
+            array: The input, of any shape.
             op: "sum" or "avg"; with 32 bits also "min", "max" and "product".
-            config: how values travel; None: Config().
-            out: receives the result; may be the input itself.
-            name: matches this call with those of other ranks, whatever runs in between.
-            segments: runs of elements with their own bits and bucket_size; None: one, of all. What
-                lies in no segment is not reduced: `out` keeps it, a new result has zeros there.
-            seed: of this call's noise, from which those of segments and of a reduce_scatter's
-                blocks follow; or a list with one for each segment. None: derived from the
-                communicator's name and the calls of this name so far.
-            timeout: seconds this call may take; None: the communicator's.
-            residual: error feedback, of sums and averages: C-contiguous, of the input's shape and
-                dtype, read and written in place. It is added (in float32) to the input, and
-                becomes what compression has lost of that on this rank, to be given to the next
-                call: over all ranks, inputs and old residuals are the result (as a sum) and new
-                residuals, up to rounding to float32 and the dtype. Begin with zeros. Undefined
-                after an error. Refused where config says that the call is exact.
-            **keywords: bits, bucket_size, compressor and rounding, which replace those of config.
+            config: The compression; None: `Config()`.
+            out: Array for the result; it may be the input itself.
+            name: Matches this call with the same call of other ranks.
+            segments: Runs of elements, each with its own compression, such as the tensors of a
+                fused message. None: one segment with all elements. Elements outside all segments
+                are not reduced: `out` keeps its values there, a new array has zeros.
+            seed: Seed of this call's rounding noise, or a list with one seed per segment. None:
+                derived from the communicator's name and the number of calls of this name.
+            timeout: Seconds that this call may take; None: the communicator's.
+            residual: Array for error feedback, of sums and averages: C-contiguous, of the input's
+                shape and dtype. The call adds it (in float32) to the input, and sets it to the
+                quantization error of this rank, for the next call. Start with zeros. Over all
+                ranks, inputs plus old residuals equal the sum plus new residuals, up to rounding to
+                the dtype. Its values are undefined after an error.
+            **keywords: `bits`, `bucket_size`, `compressor` and `rounding`, which replace those
+                fields of `config`.
 
         Returns:
             `out`, or a new array of the input's shape and dtype.
+
+        Raises:
+            InvalidArgument: A value is out of range, arrays overlap, or the call is exact and has a
+                residual.
+            CgxError: See Communicator.
         """
         if keywords or type(config) is not Config:
             config = config_of(config, **keywords)
@@ -260,7 +317,26 @@ class Communicator:
         residual: Array | None = None,
         **keywords: Unpack[Keywords],
     ) -> Request:
-        """Start what allreduce() does and return at once. Leave the arrays alone until wait()."""
+        """Start allreduce() and return immediately. Do not touch the arrays until wait() returns.
+
+        Args:
+            array: See allreduce().
+            op: See allreduce().
+            config: See allreduce().
+            out: See allreduce().
+            name: See allreduce().
+            segments: See allreduce().
+            seed: See allreduce().
+            timeout: See allreduce().
+            residual: See allreduce().
+            **keywords: See allreduce().
+
+        Returns:
+            A Request; its wait() returns the result.
+
+        Raises:
+            CgxError: See allreduce(). Request.wait() raises the errors of the collective itself.
+        """
         source, config = as_input(array), config_of(config, **keywords)
         call = Call("allreduce", op, config, name, segments, seed, timeout)
         prepared = call.prepare(*self._place(), source, source.shape, source.size, out, residual)
@@ -282,11 +358,24 @@ class Communicator:
     ) -> Array:
         """Reduce the ranks' arrays; rank i gets the i-th of `size` equal blocks of the first axis.
 
-        Arguments are those of allreduce(), but `out` may not overlap the input, and segments lie in
-        a block: each describes its place in every block. A residual is of the input's shape.
+        Args:
+            array: The input. `size` must divide its first axis.
+            op: See allreduce().
+            config: See allreduce().
+            out: Array for the result; it must not overlap the input.
+            name: See allreduce().
+            segments: Segments of a block; they apply to every block.
+            seed: See allreduce().
+            timeout: See allreduce().
+            residual: Array for error feedback, of the input's shape; see allreduce().
+            **keywords: See allreduce().
 
         Returns:
-            An array of shape (array.shape[0] / size, *array.shape[1:]).
+            `out`, or a new array of shape `(array.shape[0] / size, *array.shape[1:])`.
+
+        Raises:
+            InvalidArgument: `size` does not divide the first axis; see also allreduce().
+            CgxError: See Communicator.
         """
         source = as_input(array)
         if source.ndim == 0 or source.shape[0] % self.size:
@@ -311,12 +400,25 @@ class Communicator:
         timeout: float | None = None,
         **keywords: Unpack[Keywords],
     ) -> Array:
-        """Concatenate the ranks' arrays along the first axis, in rank order, on every rank.
+        """Concatenate the ranks' arrays along the first axis, in rank order, on all ranks.
 
-        Arguments are those of allreduce(), but `out` may not overlap the input.
+        Args:
+            array: The input, of any shape.
+            config: See allreduce().
+            out: Array for the result; it must not overlap the input.
+            name: See allreduce().
+            segments: See allreduce().
+            seed: See allreduce().
+            timeout: See allreduce().
+            **keywords: See allreduce().
 
         Returns:
-            An array of shape (size * array.shape[0], *array.shape[1:]); (size,) for a scalar.
+            `out`, or a new array of shape `(size * array.shape[0], *array.shape[1:])`; `(size,)`
+            for a scalar.
+
+        Raises:
+            InvalidArgument: See allreduce().
+            CgxError: See Communicator.
         """
         source = as_input(array)
         shape = (self.size * (source.shape[0] if source.ndim else 1), *source.shape[1:])
@@ -345,26 +447,33 @@ class Communicator:
         return request.run(*prepared)
 
     def next_call(self, name: str) -> int:
-        """Count a call of this name: how many this process made before. Seeds derive from it."""
+        """Count a call of this name and return how many came before. Seeds of noise derive from it.
+
+        Args:
+            name: The name of the call.
+        """
         return self._counter().next(name)
 
     def _counter(self) -> Counter:
         counter = _calls.get(self.id)
-        if counter is None:  # two threads may be here: both get the one that is kept
+        if counter is None:  # if two threads race, both get the same one
             counter = _calls.setdefault(self.id, Counter())
         return counter
 
     def _place(self) -> tuple[int, str, Counter]:
-        """Return what Call.prepare() asks of a communicator."""
+        """Return the communicator's arguments for Call.prepare()."""
         return self.id, self.name, self._counter()
 
-    # ---- The end ---------------------------------------------------------------------------------
+    # ---- Close -----------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Let peers read what was sent to them (bounded in time), then free it. Not collective."""
-        with contextlib.suppress(Closed):  # before
+        """Free the communicator, after peers have read their messages or a short time has passed.
+
+        Each rank closes its own; this is not a collective.
+        """
+        with contextlib.suppress(Closed):  # it may be closed already
             library.call("cgx_comm_close", self.id)
-        _numpy_ops.collect_dropped()  # they hold what the communicator has
+        _numpy_ops.collect_dropped()  # dropped requests hold the communicator's memory
         _calls.pop(self.id, None)
         verdicts.forget(self.id)
 

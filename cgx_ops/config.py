@@ -1,6 +1,6 @@
-"""Config: every knob of a quantized collective, checked when it is made.
+"""Config: the settings of a quantized collective, checked when it is made.
 
-What a knob accepts, its default and its words are the core's (csrc/config.cc): this file asks.
+The accepted values and the defaults come from the core (csrc/config.cc).
 """
 
 import ast
@@ -30,7 +30,7 @@ _TEXT = " ".join(f"{name}={{!r}}" for name in ACCEPTED)
 
 
 def _plain(value: Any) -> Any:
-    """Return a number or a str of any library as Python's own, all else as it is."""
+    """Return numbers and strings of other libraries as Python's own types, all else unchanged."""
     if isinstance(value, str):
         return str(value)
     if isinstance(value, numbers.Real) and not isinstance(value, numbers.Integral):
@@ -41,52 +41,67 @@ def _plain(value: Any) -> Any:
         return value
 
 
-@functools.lru_cache(maxsize=1024)  # to look a text up takes a tenth of the time
+@functools.lru_cache(maxsize=1024)  # a lookup takes a tenth of the time
 def _parsed(text: str) -> structs.Config:
     return library.parse_config(text)
 
 
-@functools.lru_cache(maxsize=4096)  # to write a text takes as long as to quantize a small layer
+@functools.lru_cache(maxsize=4096)  # str() takes as long as quantizing a small layer
 def _native_of(config: "Config") -> structs.Config:
     return _parsed(str(config))
 
 
 @dataclass(frozen=True)
 class Config:
-    """How values travel. Frozen, comparable and hashable; change one with dataclasses.replace().
+    """The settings of a quantized collective: how values are compressed and sent.
 
-    Raises InvalidArgument (a ValueError) that names the field, its value and what it accepts.
+    A Config is frozen, comparable and hashable. Use dataclasses.replace() to change one.
 
     Attributes:
-        bits: of a quantized value: "uniform" has 1-8, "levels" 1-4, "qsgd" 2-8, other compressors
-            a fixed width; 32 sends everything exact, whatever the compressor.
-            cgx_ops.bits_for() measures which bits are fastest.
-        bucket_size: elements that share one minimum and step, scale, or choice of the largest.
+        bits: Bits per value: 1-8 for "uniform", 1-4 for "levels", 2-8 for "qsgd"; other compressors
+            have a fixed width. 32 sends values exact with any compressor. cgx_ops.bits_for()
+            measures which bits are fastest.
+        bucket_size: Elements that share one scale: a minimum and a step, a norm, or a top-k
+            selection.
         rounding: "stochastic" is unbiased; "nearest" has half the worst error; "shift" is unbiased
-            with the error of nearest: each bucket's grid is moved by one random fraction of a step
-            before values go to the nearest point (dithering; QSDP, Markov et al., ICML 2023). None:
-            the compressor's own, which for "uniform" is "stochastic".
-        algorithm: "auto" picks by size and hosts; "one_shot", "sra" (scatter-reduce-allgather),
-            "ring", "hierarchical" (ranks of a host, then hosts; "sra" where that is one level);
-            "by_hosts": what "auto" picks for large messages, whatever the size of this one.
-        gather_bits: bits of the reduced values on their way back; None: as `bits`.
-        intra_bits: hierarchical: bits of values that their own host sums; None: exact.
-        skip_incomplete_buckets: send a last bucket that is not full exact.
-        minimal_size: tensors of fewer than max(16, minimal_size) elements travel exact.
-        compressor: what values become: docs/reference/wire_format.md, section 8, and docs/explanation/numerics.md have
-            each one's bytes and error.
-        density: of "topk", "threshold" and "randk": the share of values that travel, more than 0
-            and at most 1; None: 0.01.
-        value_bits: of the values that "topk" and "threshold" send: 1-8, 16, 32; None: 32 (exact).
-        rotation: so many values of a bucket, a power of two, are rotated by a Hadamard matrix
-            before they are encoded, which makes those of heavy tails easier; None: none.
-        clip: "ternary" clips values at 2.5 times their bucket's root mean square.
-        error_feedback: whether training steps keep the quantization error of a gradient as its
-            residual and add it in the next step. None: where the encoding is biased, that is,
-            its expectation is not the value: "uniform" with nearest rounding, "levels", "onebit",
-            "topk", "threshold" and "randk".
-        residual_decay: with error feedback, the part of the residual that is added, more than 0
-            and at most 1. Less than 1 drops the rest; MergeComp's memory has 0.9.
+            with the error of "nearest": each bucket's grid is moved by a random fraction of a step
+            (dithering; QSDP, Markov et al., ICML 2023). None: the default of the compressor, which
+            is "stochastic" for "uniform".
+        algorithm: "auto" (by size and hosts), "one_shot", "sra" (scatter-reduce, then allgather),
+            "ring", "hierarchical" (within each host, then between hosts), or "by_hosts": the choice
+            of "auto" for large messages, for messages of any size.
+        gather_bits: Bits of the reduced values on their way back. None: `bits`.
+        intra_bits: Bits of values within a host, with "hierarchical". None: exact.
+        skip_incomplete_buckets: Whether an incomplete last bucket is sent exact.
+        minimal_size: Tensors with fewer than max(16, minimal_size) elements are sent exact.
+        compressor: The compression method: "uniform", "levels", "sign", "onebit", "ternary",
+            "qsgd", "half", "topk", "threshold" or "randk". The page "Compressors" of the reference
+            has the bytes and the error of each.
+        density: The share of values that "topk", "threshold" and "randk" send: more than 0, at most
+            1. None: 0.01.
+        value_bits: Bits of the values that "topk" and "threshold" send: 1-8, 16 or 32. None: 32
+            (exact).
+        rotation: Block size, a power of two, of a Hadamard rotation before the encoding. It reduces
+            the error of values with heavy tails. None: no rotation.
+        clip: Whether "ternary" clips values at 2.5 times the root mean square of their bucket.
+        error_feedback: Whether training steps add the quantization error of a gradient to the next
+            step's gradient. None: yes if the encoding is biased ("uniform" with nearest rounding,
+            "levels", "onebit", "topk", "threshold", "randk").
+        residual_decay: With error feedback, the factor of the residual: more than 0, at most 1.
+            Less than 1 discards a part of it; MergeComp uses 0.9.
+
+    Raises:
+        InvalidArgument: A value is not accepted, or fields exclude each other. The message has the
+            field, its value and the accepted values.
+
+    Example:
+        >>> from dataclasses import replace
+        >>> from cgx_ops import Config
+        >>> config = Config(bits=4, rounding="nearest")
+        >>> config.keeps_residuals
+        True
+        >>> replace(config, bits=8).bits
+        8
     """
 
     bits: int = DEFAULTS["bits"]
@@ -112,7 +127,7 @@ class Config:
         try:
             _parsed(str(self))
         except InvalidArgument as error:
-            if (name := error.field) is None:  # fields that do not belong together
+            if (name := error.field) is None:  # fields exclude each other
                 raise
             refusal = InvalidArgument(
                 f"Config.{name} is {getattr(self, name)!r}; it must be {ACCEPTED[name]}"
@@ -121,10 +136,16 @@ class Config:
             raise refusal from None
 
     def with_own(self, **own: Any) -> "Config":
-        """Return this Config with fields of a part's own, such as a layer's.
+        """Return a copy with some fields replaced, such as those of one layer.
 
-        A compressor of its own leaves behind what was said for the other one, but that bits stay
-        exact: what it has itself is its default, unless it is among `own`.
+        If the compressor changes, the fields that belong to a compressor get their defaults, unless
+        they are among `own`. 32 bits stay.
+
+        Args:
+            **own: Fields of Config and their new values.
+
+        Raises:
+            InvalidArgument: The new fields are not accepted.
         """
         if own.get("compressor", self.compressor) != self.compressor:
             left = {name: DEFAULTS[name] for name in OF_COMPRESSOR}
@@ -132,21 +153,21 @@ class Config:
                 del left["bits"]
             own = {**left, **own}
         if own.get("bits") == EXACT_BITS:
-            own["error_feedback"] = None  # nothing is lost
+            own["error_feedback"] = None  # exact values have no error
         return replace(self, **own) if own else self
 
     @property
     def draws(self) -> bool:
-        """Whether a seed counts: for noise, or for the places of "randk"."""
+        """Whether the result depends on a seed: for rounding noise, or for the indices of "randk"."""
         if self.bits == EXACT_BITS:
             return False
         return self._rounds != "nearest" or self.compressor == "randk"
 
     @property
     def keeps_residuals(self) -> bool:
-        """Whether gradients that are reduced step by step have error feedback.
+        """Whether training steps use error feedback with this Config.
 
-        By default they do where the expectation of the encoding is not the value.
+        By default they do if the encoding is biased, that is, if its expectation is not the value.
         """
         if self.error_feedback is not None:
             return self.error_feedback
@@ -155,30 +176,32 @@ class Config:
 
     @property
     def _rounds(self) -> str:
-        """The rounding that is used: the compressor's own where none is given."""
+        """The rounding in use: the compressor's default if `rounding` is None."""
         return self.rounding or COMPRESSORS[self.compressor]["roundings"][0]
 
     @property
     def knobs(self) -> dict[str, Any]:
-        """The fields by name."""
+        """All fields and their values."""
         return dict(zip(ACCEPTED, _values(self), strict=True))
 
     def __str__(self) -> str:
-        """Return all fields as text: "bits=4 bucket_size=512 ...". Config.parse() reads it."""
+        """Return all fields as text, "bits=4 bucket_size=512 ...", for Config.parse()."""
         return _TEXT.format(*_values(self))
 
     @classmethod
     def parse(cls, text: str) -> "Config":
-        """Return the Config of a text such as "bits=4 rounding='nearest'".
+        """Return the Config that a text describes, such as "bits=4 rounding='nearest'".
 
         Args:
-            text: fields as `name=value`, separated by one space, values as Python writes them.
-                A field that is left out has its default.
+            text: Fields as `name=value`, separated by single spaces, with values in Python's
+                notation. Other fields have their defaults.
 
         Raises:
-            InvalidArgument: names the field, its text and the accepted values.
+            InvalidArgument: The text is not valid. The message has the field, its text and the
+                accepted values.
 
         Example:
+            >>> from cgx_ops import Config
             >>> Config.parse("bits=2 compressor='levels'") == Config(bits=2, compressor="levels")
             True
         """
@@ -188,26 +211,32 @@ class Config:
 
     @property
     def native(self) -> structs.Config:
-        """The fields as a cgx_config_t, to be copied."""
+        """The fields as a cgx_config_t. Copy it; do not change it."""
         return _native_of(self)
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> "Config":
-        """Return the Config that the CGX_* variables describe: that of the backend "cgx".
+        """Return the Config that the CGX_* variables describe, as the backend "cgx" uses it.
 
-        As in CGX, bits are 32 (exact) unless a variable sets them or a compressor.
+        As in CGX, bits are 32 (exact) unless a variable sets the bits or the compressor.
 
         Args:
-            environ: read instead of os.environ.
+            environ: The variables; None: os.environ.
 
         Raises:
-            InvalidArgument: names the variable, its text and what it accepts.
+            InvalidArgument: A variable is not valid. The message has its name, its text and the
+                accepted values.
+
+        Example:
+            >>> from cgx_ops import Config
+            >>> Config.from_env({"CGX_COMPRESSION_QUANTIZATION_BITS": "4"}).bits
+            4
         """
         return cls(**environment.fields(os.environ if environ is None else environ))
 
 
 def require_feedback(config: Config) -> None:
-    """Raise InvalidArgument if a config has error feedback, and that would not converge."""
+    """Raise InvalidArgument if a config uses error feedback that would not converge."""
     if not config.keeps_residuals:
         return
     try:
@@ -217,14 +246,14 @@ def require_feedback(config: Config) -> None:
 
 
 def check_config(config: Config | None) -> None:
-    """Refuse what is no Config, where one may be left out."""
+    """Raise InvalidArgument unless the argument is a Config or None."""
     if config is not None and not isinstance(config, Config):
         remedy = "; calls with several tensors take rules=" if hasattr(config, "rules") else ""
         raise InvalidArgument(f"config is {config!r}; it must be a cgx_ops.Config, or None{remedy}")
 
 
 class Keywords(TypedDict, total=False):
-    """The fields of Config that every call takes as keywords, too."""
+    """The fields of Config that all calls accept as keyword arguments."""
 
     bits: int | None
     bucket_size: int | None
@@ -243,10 +272,10 @@ def config_of(
     compressor: Compressor | None = None,
     rounding: Rounding | None = None,
 ) -> Config:
-    """Return the Config of a call: `config`, or Config(), with the keywords that are not None.
+    """Return the Config of a call: `config` or Config(), with the keywords that are not None.
 
     Raises:
-        InvalidArgument: `config` is no Config, or a field is out of its range.
+        InvalidArgument: `config` is not a Config, or a field is out of its range.
     """
     check_config(config)
     config = config or _DEFAULT
@@ -254,11 +283,11 @@ def config_of(
         return config
     try:
         return _overridden(config, bits, bucket_size, compressor, rounding)
-    except TypeError:  # a value that cannot be hashed: the core refuses it
+    except TypeError:  # a value cannot be hashed: the core reports it
         return _overridden.__wrapped__(config, bits, bucket_size, compressor, rounding)
 
 
-@functools.lru_cache(maxsize=1024, typed=True)  # repeated calls are known by their Config's id
+@functools.lru_cache(maxsize=1024, typed=True)  # Repeat (call.py) looks calls up by the Config's id
 def _overridden(config: Config, *values: Any) -> Config:
     names = Keywords.__annotations__
     given = {name: v for name, v in zip(names, values, strict=True) if v is not None}

@@ -1,10 +1,11 @@
-"""Rules: settings of a model's parameters by name, one language for PyTorch and JAX.
+"""Rules: compression settings by parameter name, the same for PyTorch and JAX.
 
     Rules([("bias|norm", 32), ("embedding", {"compressor": "topk", "density": 0.01})])
 
-A pattern is a regular expression. It is searched for in the parameter's path, whose parts are
-separated by '.': "layers.0.bias". For each field of Config the first matching rule that sets it
-decides. A rule that sets a compressor ends the search for that compressor's own fields.
+A pattern is a regular expression that is searched for in the parameter's path. The parts of a path
+are separated by '.': "layers.0.bias". For each field of Config, the first matching rule that sets
+the field decides. Once a rule has set the compressor, later rules no longer set fields that belong
+to a compressor.
 """
 
 import difflib
@@ -21,7 +22,7 @@ from cgx_ops._core.user_warnings import warn_once
 from cgx_ops.config import Config
 from cgx_ops.errors import InvalidArgument
 
-# One algorithm serves all tensors of a message.
+# All tensors of a message share one algorithm.
 _FIELDS = tuple(row["name"] for row in tables.CONFIG_FIELDS if row["name"] != "algorithm")
 _EXAMPLE = "Rules([('bias|norm', 32), ('embedding', {'compressor': 'topk', 'density': 0.01})])"
 
@@ -33,9 +34,9 @@ class Rule:
     """One checked rule.
 
     Attributes:
-        pattern: the regular expression.
-        settings: pairs of a field of Config and its value.
-        written: the pattern as the user wrote it, if that was a glob or a part of a name.
+        pattern: The regular expression.
+        settings: Pairs of a field of Config and its value.
+        written: The pattern as the user wrote it, if that was a glob or a part of a name.
     """
 
     pattern: str
@@ -48,24 +49,39 @@ class Rule:
         return self.written or self.pattern
 
     def matches(self, name: str) -> bool:
-        """Return whether the rule applies to the parameter of this name."""
+        """Return whether the rule applies to the parameter with this name."""
         return _compiled(self.pattern).search(name) is not None
 
 
 @dataclass(frozen=True, init=False)
 class Rules:
-    """Settings of parameters by name. Immutable, hashable, picklable; equal on all ranks.
+    """Compression settings by parameter name. Immutable, hashable, picklable; equal on all ranks.
+
+    For each field of Config, the first rule that matches the parameter and sets the field decides.
+
+    Args:
+        rules: Pairs of a pattern and settings, the highest priority first. The pattern is a regular
+            expression that is searched for in the parameter's path, such as "layers.0.bias".
+            Settings are bits (1 to 8, or 32 for exact), or a dict with fields of Config except
+            `algorithm`.
+        exact_vectors: Whether parameters with at most one dimension (biases, norms) are sent exact
+            unless a rule sets their bits. They are small, and sensitive to compression.
+
+    Attributes:
+        rules: The checked rules.
+        exact_vectors: See above.
+
+    Raises:
+        InvalidArgument: A pattern is not a regular expression, a field is unknown, or a value is
+            out of its range (a ValueError).
+        TypeError: `rules` does not consist of pairs, or `exact_vectors` is not a bool.
 
     Example:
+        >>> from cgx_ops import Config, Rules
         >>> rules = Rules([("head", 8), ("bias|norm", 32), ("", {"bucket_size": 512})])
         >>> config = rules.of("layers.0.head.weight", 2, Config(bits=4))
         >>> config.bits, config.bucket_size
         (8, 512)
-
-    Attributes:
-        rules: in order of decreasing priority.
-        exact_vectors: whether parameters of at most one dimension (biases, norms) are sent exact
-            unless a rule sets their bits. They are few bytes, and sensitive.
     """
 
     rules: tuple[Rule, ...]
@@ -77,18 +93,7 @@ class Rules:
         *,
         exact_vectors: bool = True,
     ) -> None:
-        """Check rules.
-
-        Args:
-            rules: pairs of a regular expression and settings: bits (1 to 8, or 32 for exact), or a
-                dict of fields of Config other than algorithm.
-            exact_vectors: see the attribute.
-
-        Raises:
-            InvalidArgument (a ValueError): a pattern is not a regular expression; an unknown field;
-                a value out of its range.
-            TypeError: something other than pairs, or exact_vectors is not a bool.
-        """
+        """Check the rules; see the class."""
         if type(exact_vectors) is not bool:
             raise TypeError(f"exact_vectors is {exact_vectors!r}; it must be True or False")
         if isinstance(rules, str | Mapping) or not isinstance(rules, Iterable):
@@ -97,39 +102,53 @@ class Rules:
         object.__setattr__(self, "exact_vectors", exact_vectors)
 
     def __repr__(self) -> str:
-        """Return the call that makes equal rules."""
+        """Return a call that creates equal rules."""
         pairs = [(rule.pattern, dict(rule.settings)) for rule in self.rules]
         return f"Rules({pairs}, exact_vectors={self.exact_vectors})"
 
     def __bool__(self) -> bool:
-        """Return whether there is any rule."""
+        """Return whether there are any rules."""
         return bool(self.rules)
 
     def with_first(self, *rules: Rule | tuple[str, int | Mapping[str, Any]]) -> "Rules":
-        """Return these rules behind others, which then have the higher priority."""
+        """Return a copy with more rules of higher priority.
+
+        Args:
+            *rules: Pairs of a pattern and settings, the highest priority first.
+
+        Raises:
+            InvalidArgument: A rule is not valid; see Rules.
+            TypeError: A rule is not a pair.
+        """
         made = Rules(exact_vectors=self.exact_vectors)
         checked = (rule if isinstance(rule, Rule) else _checked_rule(rule) for rule in rules)
         object.__setattr__(made, "rules", (*checked, *self.rules))
         return made
 
     def of(self, name: str, dimensions: int, config: Config) -> Config:
-        """Return how a parameter is sent.
+        """Return the Config of one parameter.
 
         Args:
-            name: its path; "" if it is unknown.
-            dimensions: of its shape.
-            config: of the fields that no rule sets.
+            name: The parameter's path; "" if it is unknown.
+            dimensions: Number of dimensions of its shape.
+            config: The fields that no rule sets.
 
         Raises:
-            InvalidArgument (a ValueError): settings of several rules, or of one and of `config`,
-                exclude each other.
+            InvalidArgument: Settings of several rules, or of a rule and `config`, exclude each
+                other.
         """
         return _of(self, name, dimensions, config)
 
     def overrides(self, name: str, dimensions: int, config: Config) -> dict[str, Any]:
-        """Return the fields that rules set for a parameter; arguments as of()."""
+        """Return the fields that rules set for one parameter.
+
+        Args:
+            name: See of().
+            dimensions: See of().
+            config: See of().
+        """
         found: dict[str, Any] = {}
-        of_compressor = True  # whether the search goes on for fields of the compressor
+        of_compressor = True  # whether fields of the compressor may still be set
         for rule in self.rules:
             if not rule.matches(name):
                 continue
@@ -142,7 +161,11 @@ class Rules:
         return _with_bits(found, config)
 
     def match(self, name: str) -> bool:
-        """Return whether any rule applies to the parameter of this name."""
+        """Return whether any rule applies to the parameter with this name.
+
+        Args:
+            name: The parameter's path.
+        """
         return any(rule.matches(name) for rule in self.rules)
 
     @property
@@ -153,22 +176,26 @@ class Rules:
         }
 
     def may_keep_residuals(self, config: Config) -> bool:
-        """Return whether some parameter may have error feedback, whatever its name is."""
+        """Return whether some parameter, with any name, may use error feedback.
+
+        Args:
+            config: The fields that no rule sets.
+        """
 
         def keeps(rule: Rule) -> bool:
             try:
                 return config.with_own(**_with_bits(dict(rule.settings), config)).keeps_residuals
-            except InvalidArgument:  # another rule sets the compressor that it needs
+            except InvalidArgument:  # another rule may set the compressor that this one needs
                 return True
 
         return config.keeps_residuals or any(map(keeps, self.rules))
 
     def warn_of_unmatched(self, names: Iterable[str], where: str = "") -> None:
-        """Warn, once per pattern, of each rule that matches none of a model's parameters.
+        """Warn, once per pattern, about each rule that matches none of a model's parameters.
 
         Args:
-            names: of all parameters.
-            where: begins the text, such as "psum_q: ".
+            names: The paths of all parameters.
+            where: Start of the text, such as "psum_q: ".
         """
         names = list(names)
         named = [name for name in dict.fromkeys(names) if name]
@@ -180,12 +207,16 @@ class Rules:
             )
 
     def unmatched(self, names: Iterable[str]) -> list[str]:
-        """Return the patterns that match none of these names."""
+        """Return the patterns that match none of these names.
+
+        Args:
+            names: The paths of all parameters.
+        """
         names = list(names)
         return [rule.label for rule in self.rules if not any(map(rule.matches, names))]
 
 
-@functools.lru_cache(maxsize=16384)  # hooks ask in every step
+@functools.lru_cache(maxsize=16384)  # hooks call this in every step
 def _of(rules: Rules, name: str, dimensions: int, config: Config) -> Config:
     try:
         return config.with_own(**rules.overrides(name, dimensions, config))
@@ -195,16 +226,16 @@ def _of(rules: Rules, name: str, dimensions: int, config: Config) -> Config:
 
 
 def pattern_of(name: str) -> str:
-    """Return the pattern that matches the parameter of this name, and no other."""
+    """Return the pattern that matches only the parameter with this name."""
     return rf"\A{re.escape(name)}\Z"
 
 
 def rule_of_part(pattern: str, **settings: Any) -> Rule:
-    """Return a rule in CGX's language.
+    """Return a rule from a pattern in CGX's notation.
 
     Args:
-        pattern: a part of the name; with *, ? or [ in it, a glob for the whole name.
-        **settings: fields of Config.
+        pattern: A part of the name; if it contains *, ? or [, a glob for the whole name.
+        **settings: Fields of Config.
     """
     is_glob = any(c in pattern for c in "*?[")
     expression = r"\A" + fnmatch.translate(pattern) if is_glob else re.escape(pattern)
@@ -212,14 +243,14 @@ def rule_of_part(pattern: str, **settings: Any) -> Rule:
 
 
 def require_rules(rules: Any, where: str = "") -> Rules:
-    """Return the rules; raise TypeError if they are not a Rules."""
+    """Return the argument, or raise TypeError unless it is a Rules."""
     if not isinstance(rules, Rules):
         raise TypeError(f"{where}rules is {rules!r}; give cgx_ops.{_EXAMPLE}")
     return rules
 
 
 def _with_bits(own: dict[str, Any], config: Config) -> dict[str, Any]:
-    """Return settings with bits, where they set a compressor and `config` is exact."""
+    """Return settings with bits, if they set a compressor and `config` is exact."""
     if "compressor" in own and config.bits == EXACT_BITS:
         own.setdefault("bits", Config().bits)
     return own
@@ -257,7 +288,7 @@ def _checked_rule(pair: Any) -> Rule:
 
 
 def _checked_settings(own: Mapping[str, Any]) -> Config:
-    """Return a Config with these fields, of the first compressor that has them all."""
+    """Return a Config with these fields, for the first compressor that accepts them all."""
     refusals: list[InvalidArgument] = []
     for row in (
         tables.COMPRESSORS.values() if "compressor" not in own else [{"name": own["compressor"]}]
@@ -270,7 +301,7 @@ def _checked_settings(own: Mapping[str, Any]) -> Config:
 
 
 def _nearest(pattern: str, names: list[str], count: int = 4) -> list[str]:
-    """Return the names that are most like a pattern, as a whole or in one of their parts."""
+    """Return the names most similar to a pattern, as a whole or in one of their parts."""
 
     def likeness(name: str) -> float:
         texts = [name, *name.split(".")]

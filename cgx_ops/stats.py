@@ -1,8 +1,8 @@
-"""What the communicators of this process have done: counts, bytes before and after, time per phase.
+"""Statistics of the communicators of this process: counts, bytes, and time per phase.
 
-libcgx counts as collectives end; here its numbers are read and given names and units. Any thread
-may ask at any time, also while collectives are in flight. Differences of two readings describe what
-ran in between.
+libcgx counts when a collective ends; this module gives the numbers names and units. Any thread may
+read them at any time, also while collectives are in flight. The difference between two readings
+describes the collectives in between.
 """
 
 import contextlib
@@ -17,37 +17,44 @@ from cgx_ops.errors import Closed
 
 @dataclass(frozen=True)
 class Stats:
-    """What one rank of a communicator has done since its creation.
+    """The statistics of one rank of a communicator since its creation.
 
-    `collectives`, the bytes (but for `bytes_sent`) and the times are of collectives that ended
-    without error; making other communicators from this one is none. Times are sums over
-    collectives, which overlap, so they may exceed the time that passed; of collectives that run one
-    after another, agree_seconds + move_seconds is the time they took.
+    `collectives`, the times and the bytes (except `bytes_sent`) count collectives that ended
+    without an error. Times are sums over collectives. Collectives overlap, so a sum may exceed the
+    elapsed time. If collectives run one after another, they took `agree_seconds + move_seconds`.
 
     Attributes:
-        name: of the communicator.
-        rank: this one's, from 0.
-        size: number of ranks.
-        transport: how bytes move: "self", "thread", "shm", "hybrid" (shm and mpi), "mpi",
-            "hybrid_tcp" (shm and tcp) or "tcp"; "framework" where torch's or XLA's collectives do.
-        collectives: how many.
-        bytes_in: of their input values on this rank, as they were given. What lies in no segment
-            does not count.
-        bytes_plain: what they would have sent uncompressed, by the algorithms that send least:
-            for n ranks bytes_in times 2(n-1)/n (allreduce), (n-1)/n (reduce_scatter) or n-1
-            (all_gather).
-        bytes_sent: what this rank handed to its peers, over all peers: encoded values and headers,
-            those of collectives in flight or failed included.
-        agree_seconds: from a call until every rank had made the same call: mostly the time that
-            slower ranks were waited for.
-        move_seconds: from then until the result was there: exchange and arithmetic. All of one
-            rank's, which copies.
-        compute_seconds: of both, inside the algorithm on this rank: encode, sum, decode, hand over.
-            The rest is waiting, and the transport's own work.
-        strangers: connections that were refused while the ranks met by TCP: whoever made them did
-            not know the communicator's key, or stood for a rank that was there already.
-        auto: what bits_for() and auto_bits choose here from which size on, and by what times; "" if
-            nobody asked for it.
+        name: Name of the communicator.
+        rank: This rank, from 0.
+        size: Number of ranks.
+        transport: How bytes move: "self", "thread", "shm", "hybrid" (shm and mpi), "mpi",
+            "hybrid_tcp" (shm and tcp) or "tcp"; "framework" if PyTorch's or XLA's collectives move
+            them.
+        collectives: Number of collectives.
+        bytes_in: Bytes of the input on this rank. Elements outside all segments do not count.
+        bytes_plain: Bytes that an uncompressed collective would send at least. For n ranks this is
+            `bytes_in` times 2(n-1)/n (allreduce), (n-1)/n (reduce_scatter) or n-1 (all_gather).
+        bytes_sent: Bytes that this rank sent to all peers: encoded values and headers. Collectives
+            in flight and failed ones count, too.
+        agree_seconds: Time from a call until all ranks had made the same call. Mostly this is
+            waiting for slower ranks.
+        move_seconds: Time from then until the result was complete: exchange and arithmetic.
+        compute_seconds: The part of both that this rank spent in the algorithm: encode, sum,
+            decode, post messages. The rest is waiting, and work of the transport.
+        strangers: Refused TCP connections while the ranks connected. The peer did not have the
+            communicator's key, or used the rank of a process that was already connected.
+        auto: The bits that bits_for() and auto_bits chose by message size, and the measured times;
+            "" if neither was used.
+
+    Example:
+        >>> import numpy as np
+        >>> from cgx_ops import Communicator
+        >>> [comm] = Communicator.local(1, "example")
+        >>> result = comm.allreduce(np.zeros(1000, np.float32))
+        >>> stats = comm.stats()
+        >>> stats.collectives, stats.bytes_in, stats.transport
+        (1, 4000, 'self')
+        >>> comm.close()
     """
 
     name: str
@@ -66,10 +73,10 @@ class Stats:
 
     @property
     def ratio(self) -> float:
-        """bytes_plain / bytes_sent, headers included: 4 bits approach 7.76. NaN if none was sent.
+        """The compression ratio, bytes_plain / bytes_sent; NaN if nothing was sent.
 
-        Small tensors stay below what their bits promise, even below 1: headers weigh there, and
-        they go straight from every rank to every other, which costs fewer steps and more bytes.
+        Headers count: 4 bits approach 7.76. Small messages have lower ratios, even below 1, because
+        headers weigh more, and because each rank sends them to all others in one step.
         """
         return self.bytes_plain / self.bytes_sent if self.bytes_sent else math.nan
 
@@ -86,10 +93,11 @@ class Stats:
 
 
 def read_stats(comm: int) -> Stats:
-    """Return the Stats of the communicator of this id.
+    """Return the Stats of a communicator by its id.
 
     Raises:
-        Closed, NotFound: there is none any more, or never was.
+        Closed: close() was called.
+        NotFound: No communicator had this id.
     """
     info = structs.CommInfo()
     library.call("cgx_comm_info", comm, byref(info))
@@ -111,7 +119,7 @@ def read_stats(comm: int) -> Stats:
 
 
 class StatsByName(dict[str, Stats]):
-    """Stats by name; print() shows them as a table."""
+    """Stats by communicator name; print() shows them as a table."""
 
     def __str__(self) -> str:
         if not self:
@@ -139,14 +147,14 @@ def _row(entry: Stats) -> tuple[str, ...]:
 
 
 def traffic(function: str = "cgx_traffic") -> structs.Traffic:
-    """Return what this process has sent since it started, by closed communicators too."""
+    """Return what this process has sent since it started, including closed communicators."""
     found = structs.Traffic()
     library.call(function, byref(found))
     return found
 
 
 def _carried() -> Stats | None:
-    """Return what carriers of frameworks have sent, over all groups; None: nothing."""
+    """Return what frameworks' collectives have sent over all groups; None if nothing."""
     found = traffic("cgx_carried_traffic")
     if not found.collectives:
         return None
@@ -158,11 +166,23 @@ def _carried() -> Stats | None:
 
 
 def stats() -> StatsByName:
-    """Return the Stats of every communicator of this process that is not closed, by name.
+    """Return the Stats of all open communicators of this process, by name, the oldest first.
 
-    Oldest first; those that PyTorch and JAX made are among them. What carrier="c10d" and "xla" have
-    sent is the last, "carrier", without a rank or times. print() shows a table. Starts nothing: the
-    world is there once init() or a collective has run.
+    The communicators of PyTorch and JAX are among them. The last entry, "carrier", has what the
+    frameworks' own collectives sent (`carrier="c10d"` or `"xla"`); it has no rank and no times. The
+    call starts nothing: the communicator "world" appears once init() or a collective has run.
+
+    Returns:
+        A dict that print() shows as a table.
+
+    Raises:
+        CgxError: The statistics of a communicator cannot be read.
+
+    Example:
+        >>> import cgx_ops
+        >>> communicator = cgx_ops.init()
+        >>> print(cgx_ops.stats()["world"].transport)
+        self
     """
     found = []
     comm = -1
@@ -175,7 +195,7 @@ def stats() -> StatsByName:
 
 
 def with_unit(count: int) -> str:
-    """Return a number of bytes in decimal units: "999 bytes", "1.5 kB", "64.0 MB"."""
+    """Return bytes in decimal units: "999 bytes", "1.5 kB", "64.0 MB"."""
     if count < 1000:
         return f"{count} bytes"
     power = next(power for power in (1, 2, 3, 4) if count < 1000 ** (power + 1) or power == 4)
