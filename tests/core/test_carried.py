@@ -311,15 +311,15 @@ BAD_CALLS: dict[str, tuple[Callable[..., None], dict[str, Any], dict[str, Any], 
     "long": (_nowhere("reduce", 1, 259, 1, 258), {}, {}, InvalidArgument, "arrived has 259 bytes"),
     "message": (_reduce_to_null, {}, {}, InvalidArgument, "message is a null pointer"),
     "gathered": (_nowhere("decode", None, 4096), {}, {}, InvalidArgument, "gathered is a null"),
-    "stride": (_nowhere("decode", 1, 514), {}, {}, InvalidArgument, "of at least 258 bytes"),
-    "odd": (_nowhere("decode", 1, 517), {}, {}, InvalidArgument, "2 messages in equal lengths"),
+    "stride": (_nowhere("decode", 1, 514), {}, {}, InvalidArgument, "at least 258 bytes"),
+    "odd": (_nowhere("decode", 1, 517), {}, {}, InvalidArgument, "2 messages of equal size"),
     "sizes": (_nowhere("plan", None, None, None), {}, {}, InvalidArgument, "is a null pointer"),
     "one_shot": (
         _nowhere("reduce", 1, 1, 1, 1),
         {},
         {"algorithm": 1},
         InvalidArgument,
-        "summed by cgx_carried_decode",
+        "cgx_carried_decode sums",
     ),
 }
 
@@ -355,7 +355,7 @@ def test_seeds_of_places_that_differ(algorithm: Algorithm) -> None:
         with pytest.raises(MismatchError) as caught:
             read(arrived)
         said = str(caught.value)
-        assert f"ranks {rank.rank} and {other} disagree: the seed of the places" in said
+        assert f"ranks {rank.rank} and {other} disagree on the random indices" in said
         assert "against" in said
 
 

@@ -258,15 +258,14 @@ void test_wrong_messages() {
   }
   // A bucket's 5 places of 500 take 6 bits each and 13 bytes: of 6 buckets, with values of 4 bytes.
   const int64_t topk = 6 * (4 + 2 + 5 * 4);
-  CHECK(error_of(rows[7], topk).find("rank 1 sent what is no message of this collective: ") == 0,
-        "%s", error_of(rows[7], topk).c_str());
+  CHECK(error_of(rows[7], topk).find("rank 1 sent a malformed message: ") == 0, "%s",
+        error_of(rows[7], topk).c_str());
   // A threshold's message begins with how many values there are: of 2^64 - 1 none.
   CHECK(error_of(rows[9], 100).find("values above a threshold, of 6000") != std::string::npos, "%s",
         error_of(rows[9], 100).c_str());
   // As many bytes as pairs may have, but foreign ones: their indices make no sense.
   const std::string error = error_of(rows[6], 80);
-  CHECK(error.find("rank 1 sent what is no message of this collective: index") == 0, "%s",
-        error.c_str());
+  CHECK(error.find("rank 1 sent a malformed message: index") == 0, "%s", error.c_str());
 }
 
 }  // namespace

@@ -14,21 +14,21 @@ namespace {
 Plan carried_plan(const cgx_collective_t& call, int rank, int size, BuffersUsed used) {
   require(size >= 1 && rank >= 0 && rank < size, CGX_INVALID_ARGUMENT, "rank is ", rank,
           " and size ", size, "; accepted: 0 <= rank < size");
-  require(
-      call.device == CGX_CPU, CGX_UNSUPPORTED, "device is ", call.device,
-      ": what the caller carries is encoded on the CPU; give CGX_CPU, and values in its memory");
+  require(call.device == CGX_CPU, CGX_UNSUPPORTED, "device is ", call.device,
+          ": messages that the caller sends are encoded on the CPU; give CGX_CPU, and values in "
+          "host memory");
   Plan plan = make_plan(call, rank, size, used);
   require(plan.verb->id == CGX_ALLREDUCE, CGX_INVALID_ARGUMENT, "verb is ", call.verb,
-          ": only an allreduce can be carried by its caller; give CGX_ALLREDUCE");
+          ": only the messages of an allreduce can be sent by the caller; give CGX_ALLREDUCE");
   require(plan.algorithm != CGX_RING && plan.algorithm != CGX_HIERARCHICAL, CGX_INVALID_ARGUMENT,
           "algorithm is ", plan.algorithm == CGX_RING ? "ring" : "hierarchical",
-          ", which passes messages on: its caller cannot carry it; give auto, one_shot or sra");
+          ", which forwards messages and is not supported here; give auto, one_shot or sra");
   resolve_algorithm(&plan);
   return plan;
 }
 
-// A message among others, whose places are known beforehand: that of a codec that cannot be cut has
-// its real length before it, and room for the longest.
+// All message sizes must be known in advance. So a codec that cannot encode in parts reserves its
+// largest size, and stores the actual length in front.
 constexpr int64_t kLengthBytes = 8;
 
 int64_t room_of(const Chunk& chunk, Way way) {
@@ -41,31 +41,31 @@ int64_t bytes_of(const Shard& shard, Way way) {
   return sum;
 }
 
-// Throws unless `given` bytes are what a buffer must have.
+// Throws unless a buffer has the expected size.
 void check_length(int64_t given, int64_t wanted, const char* what) {
   require(given == wanted, CGX_INVALID_ARGUMENT, what, " has ", given,
-          " bytes; these values and ranks make ", wanted, ", as cgx_carried_plan tells");
+          " bytes; cgx_carried_plan reports ", wanted, " for these values and ranks");
 }
 
-// Zeroes a buffer that goes to peers: what was in this memory before must not.
+// Zeroes a buffer that is sent to peers, so that it does not leak earlier contents of the memory.
 std::byte* cleared(std::span<std::byte> buffer, int64_t least, const char* what) {
   const auto bytes = static_cast<int64_t>(buffer.size());
   require(bytes >= least, CGX_INVALID_ARGUMENT, what, " has room for ", bytes, " bytes; ", least,
-          " will be written, as cgx_carried_plan tells");
+          " are needed, as cgx_carried_plan reports");
   check_pointer(buffer.data(), least, what, "bytes");
   if (bytes > 0) std::memset(buffer.data(), 0, bytes);
   return buffer.data();
 }
 
-// What came from `source` at `bytes`.
+// The message of `source` at `bytes`.
 Encoded message_at(const Chunk& chunk, Way way, int source, const std::byte* bytes) {
   const int64_t most = chunk.length[way].most;
   if (chunk.sliced) return {source, {bytes, static_cast<size_t>(most)}};
   int64_t length;
   std::memcpy(&length, bytes, kLengthBytes);
   require(length >= 0 && length <= most, CGX_PEER_FAILED, "rank ", source,
-          " sent what is no message of this collective: its length is ", length, ", where at most ",
-          most, " are due");
+          " sent a malformed message: its length is ", length, ", but at most ", most,
+          " are expected");
   return {source, {bytes + kLengthBytes, static_cast<size_t>(length)}};
 }
 
@@ -83,8 +83,8 @@ void Carried::check_seeds(int source, const std::byte* message) const {
   uint64_t theirs;
   std::memcpy(&theirs, message, sizeof(theirs));
   require(theirs == *seeds_, CGX_MISMATCH, "ranks ", plan_.rank, " and ", source,
-          " disagree: the seed of the places ", *seeds_, " against ", theirs,
-          "; every rank must draw them by the same seed or key");
+          " disagree on the random indices: their seeds have the hash ", *seeds_, " against ",
+          theirs, "; every rank must pass the same seed or key");
 }
 
 int64_t Carried::scatter_bytes(int owner) const {
@@ -98,7 +98,7 @@ int64_t Carried::gather_bytes(int owner) const {
 
 void Carried::encode(std::span<std::byte> room) const {
   if (plan_.size == 1) return;
-  std::vector<int> owners;  // whose shards travel
+  std::vector<int> owners;  // of the shards to send
   for (int rank = 0; rank < plan_.size; ++rank)
     if ((rank == plan_.rank) == one_shot()) owners.push_back(rank);
   int64_t bytes = 0;
@@ -119,8 +119,8 @@ void Carried::encode(std::span<std::byte> room) const {
 
 void Carried::reduce(std::span<const std::byte> received, std::span<std::byte> room) const {
   require(!one_shot(), CGX_INVALID_ARGUMENT,
-          "the algorithm is one_shot, whose values are summed by cgx_carried_decode: "
-          "cgx_carried_reduce is sra's");
+          "the algorithm is one_shot, which has no reduce step: cgx_carried_decode sums. Call "
+          "cgx_carried_reduce for sra only");
   if (plan_.size == 1) return;
   const int64_t bytes = scatter_bytes(plan_.rank);
   check_length(received.size(), (plan_.size - 1) * bytes, "arrived");
@@ -148,8 +148,8 @@ void Carried::decode(std::span<const std::byte> received) const {
   for (int rank = 0; rank < plan_.size; ++rank) longest = std::max(longest, gather_bytes(rank));
   const auto bytes = static_cast<int64_t>(received.size()), stride = bytes / plan_.size;
   require(stride >= longest && bytes % plan_.size == 0, CGX_INVALID_ARGUMENT, "gathered has ",
-          bytes, " bytes; it must be ", plan_.size, " messages in equal lengths of at least ",
-          longest, " bytes, as cgx_carried_plan tells");
+          bytes, " bytes; it must be ", plan_.size, " messages of equal size, at least ", longest,
+          " bytes each, as cgx_carried_plan reports");
   check_pointer(received.data(), longest, "gathered", "bytes");
   const std::byte* gathered = received.data();
   if (!one_shot()) {

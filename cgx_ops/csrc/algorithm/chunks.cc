@@ -11,19 +11,20 @@
 namespace cgx {
 namespace {
 
-// A piece's part of a chunk's message. Throws Error(CGX_PEER_FAILED) if the message is shorter.
+// Returns a piece's part of a chunk's message. Throws Error(CGX_PEER_FAILED) if the message is too
+// short.
 Encoded part_of(const Encoded& message, const Piece& piece, Way way) {
   const auto [codec, at] = piece.coded[way];
   const SlicedCodec* sliced = codec->sliced();
   if (!sliced) return message;
   const int64_t end = at + sliced->offset(piece.numel);
   require(end <= static_cast<int64_t>(message.bytes.size()), CGX_PEER_FAILED, "rank ",
-          message.source, " sent ", message.bytes.size(), " bytes where ", end, " are due");
+          message.source, " sent ", message.bytes.size(), " bytes, but ", end, " are due");
   return {message.source, message.bytes.subspan(at, end - at)};
 }
 
-// Encodes a block of sums, `first` elements into the piece, where its bytes belong in `message`;
-// keeps what that loses, if the piece has a residual.
+// Encodes a block of sums, beginning at element `first` of the piece, to its offset in `message`.
+// Updates the residual if there is one.
 std::span<const std::byte> encode_sums(const Plan& plan, const Piece& piece, Way way,
                                        const float* sums, int64_t first, int64_t numel,
                                        std::byte* message) {
@@ -55,7 +56,7 @@ void compute_alone(const Plan& plan, const Segment& segment, const std::byte* in
   }
 }
 
-// What values, or sums, decode to once they are votes.
+// Converts values or sums to votes: encodes and decodes them.
 void vote(const Codec& codec, Dtype from_type, const void* from, int64_t numel, Dtype to_type,
           void* to, std::vector<std::byte>& bytes) {
   bytes.resize(codec.max_bytes(numel));
@@ -63,7 +64,7 @@ void vote(const Codec& codec, Dtype from_type, const void* from, int64_t numel, 
   codec.decode(bytes, numel, 0, to_type, to);
 }
 
-// A vote of one.
+// The vote of a single rank.
 void vote_alone(const Plan& plan, const Segment& segment, const std::byte* input,
                 std::byte* output) {
   std::vector<std::byte> bytes;
@@ -147,7 +148,7 @@ void ChunkReducer::to_values(const Shard& shard, const Chunk& chunk, Messages me
   reduce(shard, chunk, {}, messages, own, true,
          [&](const Piece& piece, const float* sums, int64_t first, int64_t numel) {
            std::byte* const to = output + piece.output_at + plan_.bytes(first);
-           // Of what is added as it is, and not encoded again, nothing is lost.
+           // Values that are added without being encoded have no quantization error.
            if (own && piece.residual)
              std::memset(piece.residual + plan_.bytes(first), 0, plan_.bytes(numel));
            if (votes(piece.segment->codecs[Way::kGather]))

@@ -1,14 +1,12 @@
-// What is done with one chunk of a shard, piece by piece: the same in every algorithm, whoever
-// carries the messages.
+// Encoding, decoding and reducing one chunk of a shard, piece by piece. All algorithms share it.
 //
 //   encode_chunk   values -> message
 //   decode_chunk   message -> values
 //   ChunkReducer   messages of several ranks -> their sum, as values or as one message
 //
-// What encodes returns the bytes of the message, which are those to send. What decodes throws
-// Error(CGX_PEER_FAILED), which names the sender, if a message is none of this chunk.
-//
-// `input`, `own` and `output` point to where the offsets of the shard's pieces count from.
+// Encoding functions return the number of bytes to send. Decoding functions throw
+// Error(CGX_PEER_FAILED), which names the sender, if a message does not belong to the chunk. The
+// offsets of pieces are relative to `input`, `own` and `output`.
 #pragma once
 
 #include <span>
@@ -20,31 +18,30 @@
 
 namespace cgx {
 
-// block: of a reduce_scatter's input; each has noise of its own.
+// `block`: the block of a reduce_scatter's input. Each block has its own noise.
 int64_t encode_chunk(const Plan& plan, const Shard& shard, const Chunk& chunk, Way way,
                      const std::byte* input, std::byte* message, int block = 0);
 
-// Of reduced values.
+// Decodes reduced values.
 void decode_chunk(const Plan& plan, const Shard& shard, const Chunk& chunk, const Encoded& message,
                   std::byte* output);
 
-// One rank alone: the identity, but that a residual is added and avg divides. Nothing is encoded,
-// so nothing is lost.
+// The collective of one rank: copies input to output, adds residuals and divides for avg. Nothing
+// is encoded, so new residuals are 0.
 void pass_through(const Plan& plan);
 
 class ChunkReducer {
  public:
-  // Messages of one chunk, in the order in which they are summed: first those of `intra`, if any,
-  // which are kIntra, then the others, which are kScatter. kOwnValues stands for this rank's own
-  // values, which are at `own`.
+  // The messages of one chunk, in the order of summation: first `intra` (stage kIntra), then the
+  // others (stage kScatter). kOwnValues stands for this rank's uncompressed values at `own`.
   using Messages = std::span<const Encoded>;
 
   explicit ChunkReducer(const Plan& plan) : plan_(plan) {}
 
   void to_values(const Shard& shard, const Chunk& chunk, Messages messages, const std::byte* own,
                  std::byte* output);
-  // kGather: the sum; `output`, if not null, gets what the message decodes to. kScatter: a partial
-  // sum, for the next rank to add to; avg is not divided.
+  // kGather: encodes the sum; `output`, if not null, gets the decoded message. kScatter: encodes a
+  // partial sum for the next rank; does not divide for avg.
   int64_t to_message(Way way, const Shard& shard, const Chunk& chunk, Messages messages,
                      const std::byte* own, std::byte* message, std::byte* output = nullptr,
                      Messages intra = {});
@@ -54,7 +51,7 @@ class ChunkReducer {
   void reduce(const Shard& shard, const Chunk& chunk, Messages intra, Messages messages,
               const std::byte* own, bool divide, const Emit& emit);
 
-  // A vote is encoded to be added.
+  // Votes are encoded before they are added.
   Contribution own_vote(const Piece& piece, const std::byte* own);
 
   const Plan& plan_;

@@ -1,5 +1,5 @@
-// An allgather of small blobs: they ride in the headers, so there is nothing else to do.
-// Communicators are made from others with it.
+// An all-gather of small blobs, for setting up communicators. The blobs are sent in the headers, so
+// there are no other messages.
 #pragma once
 
 #include <memory>
@@ -11,7 +11,7 @@ namespace cgx {
 
 class Exchange : public Algorithm {
  public:
-  // blobs[rank] is filled in; it belongs to the caller and outlives the collective.
+  // Writes blobs[rank]. `blobs` must outlive the collective.
   Exchange(int rank, Bytes mine, std::vector<Bytes>* blobs)
       : mine_(std::move(mine)), blobs_(blobs) {
     (*blobs_)[rank] = mine_;
@@ -23,7 +23,7 @@ class Exchange : public Algorithm {
   const char* phase() const override { return "exchange"; }
 
  private:
-  bool awaits_eager(int, size_t) const override { return true; }  // who asked knows what it awaits
+  bool awaits_eager(int, size_t) const override { return true; }  // the caller validates the blobs
   void take_eager(int source, Bytes payload) override { (*blobs_)[source] = std::move(payload); }
 
   Bytes mine_;

@@ -9,11 +9,11 @@
 namespace cgx {
 namespace {
 
-// Used within one call only: a collective's steps may run on any thread.
+// Valid within one call only: steps of a collective may run on different threads.
 thread_local std::vector<float> compensated_block, lost_block;
 
-// Encodes a block of a piece, `first` elements into it; its residual becomes what that loses, times
-// `scale`.
+// Encodes a block of a piece, beginning at element `first`. Its residual becomes the quantization
+// error times `scale`.
 int64_t encode_block(const Plan& plan, const Piece& piece, Way way, const float* values,
                      int64_t first, int64_t numel, const Rounding& rounding, float scale,
                      std::byte* to) {
@@ -35,9 +35,9 @@ void add_residual(Dtype dtype, const std::byte* values, const std::byte* residua
 
 int64_t encode_with_residual(const Plan& plan, const Piece& piece, Way way, const std::byte* values,
                              const Rounding& rounding, std::byte* to) {
-  // Values, residual and their sum stay in the first-level cache. While a block is encoded, the
-  // processor fetches what follows of both, a few lines each: of a longer block it would be less.
-  // In fp32 the residual is where they are added: a block may be all of a large piece.
+  // Small blocks, so that values, residual and their sum stay in the L1 cache, and the hardware
+  // prefetcher gets ahead while a block is encoded. With fp32 the sum is computed in the residual's
+  // memory, which may be a whole large piece.
   const int64_t block = block_numel(piece, 512);
   int64_t bytes = 0;
   for (int64_t first = 0; first < piece.numel; first += block) {

@@ -1,18 +1,19 @@
-// Hierarchical allreduce, for several hosts with several ranks: a value crosses between two hosts
-// once each way, however many ranks they have.
+// Hierarchical allreduce, for several hosts with several ranks each. A value crosses between two
+// hosts once per direction, however many ranks they have.
 //
-// The values are cut into a shard for every host in every lane (base/topology.h). The rank of the
-// lane on that host owns the shard; on each other host the rank of the lane acts for the owner.
+// Values are divided into one shard per host and lane (base/topology.h). The lane's rank on that
+// host owns the shard. On each other host, the lane's rank is the owner's delegate.
 //
-//   1. intra: encode my values (exact, or in intra_bits) for the ranks of my host that own a shard
-//      or act for its owner
-//   2. reduce: sum what the ranks of my host sent, in rank order, with my own (raw) values. Acting
-//      for an owner: encode the sum and send it there. Owning the shard: add the other hosts' sums,
-//      in host order, then encode the whole once and send it to those who act
-//   3. gather: decode the owners' bytes, pass them on unchanged within my host. So all ranks hold
-//      the same bits
+//   1. Intra: encode my values (uncompressed, or in intra_bits) for the ranks of my host that own a
+//      shard or are a delegate for it.
+//   2. Reduce: sum the values from the ranks of my host, in rank order, with my own raw values. A
+//      delegate encodes the sum and sends it to the owner. The owner adds the other hosts' sums, in
+//      host order, encodes the total once and sends it to the delegates.
+//   3. Gather: decode the owners' bytes and forward them unchanged within my host, so that all
+//      ranks get the same bits.
 //
-// Steps: 4. Between hosts, each of h hosts sends 2(h-1)/h of the encoded size, like a rank of sra.
+// Steps: 4. Between hosts, each of h hosts sends 2(h-1)/h of the encoded size, as a rank does in
+// sra.
 #include <algorithm>
 #include <cstring>
 #include <deque>
@@ -27,30 +28,31 @@
 namespace cgx {
 namespace {
 
-// Parts: ranks of one host send each other values and results, ranks of one lane sums and results.
+// Parts. Between ranks of a host: values and results. Between ranks of a lane: sums and results.
 constexpr int kScatter = 0, kGather = 1;
 
-// Fewer messages than elsewhere are left unread: the exact values of a chunk of 4 bits are 256 KiB.
+// Fewer than elsewhere, because uncompressed values of a 4-bit chunk take 256 KiB.
 constexpr int kFewUnreleased = 32;
 
-// A rank of my host; of my own entry only `rank` is used.
+// A rank of my host. Of my own entry only `rank` is used.
 struct Neighbour {
   int rank = 0;
-  std::optional<LaneWalk> values_to;        // my values that it gets next, if it is in a lane
-  std::optional<LaneWalk> values_from;      // its values that I get next, if I am in one
-  std::optional<LaneWalk> results_due;      // what it passes on to me next, if it is in a lane
-  std::optional<LaneWalk> results_from;     // what of that is decoded next
-  std::vector<std::deque<Arrival>> values;  // that have come, by the owner of their shard
+  std::optional<LaneWalk> values_to;        // my next values for it, if it is in a lane
+  std::optional<LaneWalk> values_from;      // its next values for me, if I am in a lane
+  std::optional<LaneWalk> results_due;      // the next result that it forwards to me, if it is in a
+                                            // lane
+  std::optional<LaneWalk> results_from;     // the next of these to be decoded
+  std::vector<std::deque<Arrival>> values;  // values that have arrived, by the owner of their shard
 };
 
-// What concerns the shard of my lane that belongs to one host: mine to own, or to act for.
+// The shard of my lane that belongs to one host. I am its owner or its delegate.
 struct LaneShard {
   const Shard* shard = nullptr;
-  size_t reduced = 0;        // chunks that are summed over my host
-  size_t arrived = 0;        // chunks whose result has come, if another host owns it
-  size_t decoded = 0;        // chunks of these that are decoded
-  std::deque<Arrival> sums;  // that host's of the shard that I own
-  std::deque<std::pair<BufferRef, size_t>> results;  // to be passed on: buffer, bytes
+  size_t reduced = 0;        // chunks summed over my host
+  size_t arrived = 0;        // chunks whose result has arrived, if another host owns it
+  size_t decoded = 0;        // of these, chunks that are decoded
+  std::deque<Arrival> sums;  // that host's sums of the shard that I own
+  std::deque<std::pair<BufferRef, size_t>> results;  // to be forwarded: buffer, bytes
 
   size_t size() const { return shard->chunks.size(); }
 };
@@ -163,8 +165,8 @@ class Hierarchical : public Algorithm {
                        [](const LaneShard& each) { return each.reduced == each.size(); });
   }
 
-  // To whom the lowest chunk that is not sent yet goes, so that no shard waits for all of another.
-  // Begins behind me, so that not all ranks send to the same one first.
+  // Chooses the rank with the lowest unsent chunk, so that no shard waits for all of another.
+  // Starts after me, so that ranks do not all send to the same one first.
   void choose_next() {
     next_ = nullptr;
     for (size_t step = 1; step < neighbours_.size(); ++step) {
@@ -175,7 +177,7 @@ class Hierarchical : public Algorithm {
     }
   }
 
-  // Phase 1, a message a thread.
+  // Phase 1, one message per thread.
   void encode_next(Port& port) {
     jobs_.clear();
     while (static_cast<int>(jobs_.size()) < threads_.size() && next_) {
@@ -195,9 +197,9 @@ class Hierarchical : public Algorithm {
     jobs_.clear();
   }
 
-  // Chunks of host `owner`'s shard of which all that I am to sum is here. None beyond the chunk
-  // that phase 1 is at: where all ranks have been stopped by most_unreleased_ they are at one
-  // chunk, of which each may send all messages, so that it can be reduced.
+  // The number of chunks of host `owner`'s shard for which all summands have arrived. Never beyond
+  // phase 1's current chunk: ranks that most_unreleased_ has stopped are then at one chunk, of
+  // which each may send all messages, so that it can be reduced.
   size_t ready_to_reduce(int owner) const {
     const LaneShard& mine = shards_[owner];
     size_t end = mine.size();
@@ -211,7 +213,7 @@ class Hierarchical : public Algorithm {
     return ready;
   }
 
-  // Phase 2, of one shard a chunk a thread.
+  // Phase 2 for one shard, one chunk per thread.
   bool reduce_next(Port& port, int owner) {
     const auto ready = static_cast<int>(std::min<size_t>(ready_to_reduce(owner), threads_.size()));
     if (ready == 0) return false;
@@ -255,7 +257,7 @@ class Hierarchical : public Algorithm {
     if (passed_on_) shards_[host_].results.emplace_back(buffer, bytes);
   }
 
-  // Phase 3, a message a thread: from owners, or passed on by ranks of my host.
+  // Phase 3, one message per thread: from owners, or forwarded by ranks of my host.
   bool decode_next(Port& port) {
     const auto ready = static_cast<int>(std::min<size_t>(gathered_.size(), threads_.size()));
     if (ready == 0) return false;
@@ -287,7 +289,7 @@ class Hierarchical : public Algorithm {
     return true;
   }
 
-  // Of my lane, one message to everyone on my host.
+  // Forwards one result of my lane to all ranks of my host.
   bool pass_on_next(Port& port) {
     if (!passed_on_ || passed_on_->done()) return false;
     auto& results = shards_[passed_on_->owner()].results;
@@ -300,32 +302,33 @@ class Hierarchical : public Algorithm {
     return true;
   }
 
-  // A message on its way out, or to be decoded.
+  // A message to be sent or decoded.
   struct Job {
     int peer;
     const Shard* shard;
     const Chunk* chunk;
     BufferRef buffer;
-    int64_t bytes = 0;  // of the message, once it is encoded
+    int64_t bytes = 0;  // size of the encoded message
   };
 
   ThreadPool& threads_ = ThreadPool::instance();
   const Plan plan_;
   const Topology& topology_;
   const Layout layout_;
-  const int hosts_, lanes_, host_, place_;  // place_: mine on my host, and my lane if it is in one
+  const int hosts_, lanes_, host_, place_;  // place_: my rank on my host, and my lane if I am in
+                                            // one
   const int most_unreleased_;
-  std::vector<Neighbour> neighbours_;   // by place
-  Neighbour* next_ = nullptr;           // to whom phase 1 sends next; null: it is over
+  std::vector<Neighbour> neighbours_;   // by rank on the host
+  Neighbour* next_ = nullptr;           // the next destination of phase 1; null: phase 1 is done
   std::vector<LaneShard> shards_;       // by owner; empty if I am in no lane
-  std::vector<size_t> awaited_;         // messages to come, by rank
-  std::deque<Arrival> gathered_;        // of results
-  std::optional<LaneWalk> passed_on_;   // results of my lane; none if nobody else is on my host
+  std::vector<size_t> awaited_;         // outstanding messages, per rank
+  std::deque<Arrival> gathered_;        // results
+  std::optional<LaneWalk> passed_on_;   // results of my lane; nullopt if I am alone on my host
   std::vector<Job> jobs_;               // of one step
-  std::vector<ChunkReducer> reducers_;  // one for each thread
+  std::vector<ChunkReducer> reducers_;  // one per thread
 };
 
-// What this rank sends, at most: see the top.
+// The largest payload that this rank sends.
 int64_t bytes_sent(const Plan& plan, const Layout& layout) {
   const Topology& topology = *plan.topology;
   const int host = topology.host_of(plan.rank), place = topology.place_of(plan.rank);

@@ -1,4 +1,4 @@
-// hierarchical's messages of one lane, in the order in which they pass between two ranks of a host.
+// The order of hierarchical's messages of one lane between two ranks of a host.
 #pragma once
 
 #include <algorithm>
@@ -9,7 +9,7 @@
 
 namespace cgx {
 
-// Chunk by chunk; in each the shards of the next hosts first, the host's own last.
+// Chunk by chunk. Within a chunk, the shards of the following hosts first, and the host's own last.
 class LaneWalk {
  public:
   LaneWalk(const Layout& layout, const Topology& topology, int host, int lane) : host_(host) {
@@ -22,7 +22,7 @@ class LaneWalk {
   }
   size_t messages() const { return messages_; }
   bool done() const { return chunk_ == longest_; }
-  int owner() const { return (host_ + step_) % hosts(); }  // the host whose shard comes next
+  int owner() const { return (host_ + step_) % hosts(); }  // the host that owns the next shard
   const Shard& shard() const { return *shards_[owner()]; }
   const Chunk& chunk() const { return shard().chunks[chunk_]; }
   size_t chunk_index() const { return chunk_; }

@@ -8,7 +8,7 @@
 namespace cgx {
 namespace {
 
-// A codec that cannot be cut: all of a segment is one grain.
+// If a codec cannot encode in parts, the whole segment is one grain.
 int64_t grain_of(const Codec& codec, const Segment& segment) {
   const SlicedCodec* sliced = codec.sliced();
   return sliced ? sliced->grain() : std::max<int64_t>(1, segment.numel);
@@ -42,7 +42,7 @@ Layout::Layout(const Plan& plan) {
     }
   }
   if (!plan.verb->blocks_in || !keeps) return;
-  // Blocks are alike in all but their residuals.
+  // Blocks differ only in their residuals.
   shards_.resize(plan.size, shards_[0]);
   for (int owner = 1; owner < plan.size; ++owner)
     for (Piece& piece : shards_[owner].pieces)
@@ -111,7 +111,7 @@ const Codec* Layout::codec(const CodecSettings& settings) {
 
 int64_t fitting_chunk_bytes(const Plan& plan, int64_t most) {
   constexpr int64_t kChunksOfShard = 8;
-  int64_t bytes = 0;  // of values alone, without buckets' headers
+  int64_t bytes = 0;  // values only, without bucket headers
   for (const Segment& segment : plan.segments) {
     const CodecSettings& codec = segment.codecs[Way::kScatter];
     const auto width = static_cast<int>(size_of(codec.dtype));

@@ -1,7 +1,7 @@
-// How the values of a plan are cut for travelling: shards, one for each owner; chunks, one for each
-// message; pieces, the part of one segment inside one chunk. Cuts fall between grains (buckets), so
-// each piece encodes independently, and every rank computes the same layout. What a codec cannot
-// cut is a piece, and a chunk, of its own.
+// Divides a plan's values into shards (one per owner), chunks (one per message) and pieces (the
+// part of a segment in a chunk). Cuts are between grains (buckets), so each piece can be encoded
+// independently. Every rank computes the same layout. If a codec cannot encode in parts, a whole
+// segment is one piece and one chunk.
 #pragma once
 
 #include <memory>
@@ -13,7 +13,8 @@
 
 namespace cgx {
 
-// Bytes that a message may have. What was cut has a length that is known beforehand.
+// The possible length of a message, in bytes. Messages of codecs that encode in parts have a fixed
+// length.
 struct Length {
   int64_t least;
   int64_t most;
@@ -21,7 +22,7 @@ struct Length {
 };
 
 struct Piece {
-  // The codec of one way, and where its bytes begin in the chunk's message.
+  // The codec of a stage, and the offset of the piece in the chunk's message.
   struct Coded {
     const Codec* codec;
     int64_t at;
@@ -31,17 +32,17 @@ struct Piece {
   int64_t output_at;    // bytes, in the output or in a rank's block of it
   std::byte* residual;  // of these values (feedback.h); null: none
   int64_t numel;
-  int64_t first_index;  // of its first element, in its segment
+  int64_t first_index;  // index of the first element in its segment
   uint64_t seed;
   ByWay<Coded> coded;
-  const Segment* segment;  // of the plan that the layout is of
+  const Segment* segment;  // in the plan
 };
 
 struct Chunk {
   size_t first_piece;
-  size_t last_piece;  // one past
+  size_t last_piece;  // exclusive
   ByWay<Length> length;
-  bool sliced;  // else it is one piece, whose length is known when it is encoded
+  bool sliced;  // otherwise it is one piece, whose length is known after encoding
 };
 
 struct Shard {
@@ -51,21 +52,20 @@ struct Shard {
   std::span<const Piece> pieces_of(const Chunk& chunk) const {
     return std::span(pieces).subspan(chunk.first_piece, chunk.last_piece - chunk.first_piece);
   }
-  // Of all its messages of one way together, at most.
+  // The largest total size of the messages of a stage.
   int64_t bytes(Way way) const;
 };
 
 class Layout {
  public:
-  explicit Layout(const Plan& plan);  // which outlives it
+  explicit Layout(const Plan& plan);  // the plan must outlive the layout
 
-  // What rank `owner` owns. one_shot has one shard, of everything; in reduce_scatter and all_gather
-  // every rank's shard is a block (one Shard serves them all where there are no residuals), and
-  // `block_offset` tells where in the larger buffer. hierarchical numbers shards by
-  // Topology::shard_of.
+  // The shard of rank `owner`. one_shot has a single shard with everything. In reduce_scatter and
+  // all_gather a shard is a block; without residuals all ranks share one Shard, and block_offset()
+  // is the block's offset in the larger buffer. hierarchical numbers shards by Topology::shard_of.
   const Shard& shard(int owner) const { return shards_.size() == 1 ? shards_[0] : shards_[owner]; }
   int64_t block_offset(int owner) const { return block_stride_ * owner; }
-  int64_t longest_message() const;  // bytes; a grain may be longer than a chunk should be
+  int64_t longest_message() const;  // bytes; may exceed the chunk size, since a grain may be longer
 
  private:
   void append(Shard* shard, const Segment& segment, int64_t first, int64_t last);
@@ -74,11 +74,11 @@ class Layout {
   std::vector<std::pair<CodecSettings, std::unique_ptr<Codec>>> codecs_;
   std::vector<Shard> shards_;
   int64_t chunk_bytes_ = 0, value_bytes_ = 0, block_stride_ = 0;
-  bool has_intra_ = false;  // messages within a host
+  bool has_intra_ = false;  // whether there are messages within a host
 };
 
-// Plan::chunk_bytes where the transport carries up to `most`: longer chunks only where a shard has
-// many, for threads to share and for steps to overlap.
+// Returns the chunk size for a plan, up to the transport's limit `most`. Chunks are longer only if
+// a shard has many: threads need chunks to share, and steps to overlap.
 int64_t fitting_chunk_bytes(const Plan& plan, int64_t most);
 
 }  // namespace cgx

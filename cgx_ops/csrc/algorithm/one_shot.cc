@@ -1,12 +1,12 @@
-// One shot: every rank sends all its encoded values to every other, and sums everybody's in rank
-// order, its own decoded bytes included, so that all ranks compute the same bits.
+// One shot: every rank sends all its encoded values to every other rank, and sums all ranks' values
+// in rank order. It decodes its own bytes too, so all ranks compute the same bits.
 //
-//   small    (kEagerBytes encoded): the values ride in the header that announces the collective
-//   larger   chunk messages; a chunk is summed when everybody's is here
+//   small    (at most kEagerBytes encoded) values are sent in the header
+//   larger   chunk messages; a chunk is summed when all ranks' messages have arrived
 //
-// Nothing is cut, so any codec will do: messages have the length that their encoding has.
+// Nothing is cut, so every codec is supported.
 //
-// Steps: 1. Sent by each rank: (n-1) times the encoded size. Quantized once.
+// Steps: 1. Each rank sends (n-1) times the encoded size. Values are quantized once.
 #include "algorithm/one_shot.h"
 
 #include <deque>
@@ -84,7 +84,7 @@ class OneShot : public Algorithm {
     return encode_chunk(plan_, shard(), chunk, Way::kScatter, plan_.input, to);
   }
 
-  // Whether a rank's message of the chunk that is next to be summed is here.
+  // Whether a rank's message of the next chunk to be summed is available.
   bool has(int rank) const {
     return is_eager_ || !(rank == plan_.rank ? own_.empty() : arrived_[rank].empty());
   }
@@ -110,11 +110,11 @@ class OneShot : public Algorithm {
   const Plan plan_;
   const Layout layout_;
   bool is_eager_ = false;
-  std::vector<Bytes> eager_;  // by rank
+  std::vector<Bytes> eager_;  // per rank
   size_t encoded_ = 0, reduced_ = 0;
-  std::deque<std::pair<BufferRef, size_t>> own_;  // encoded; with its bytes
+  std::deque<std::pair<BufferRef, size_t>> own_;  // encoded, with its size
   std::vector<std::deque<Arrival>> arrived_;
-  std::vector<Encoded> messages_;  // of one chunk, by rank
+  std::vector<Encoded> messages_;  // of one chunk, per rank
   ChunkReducer reducer_;
   const int most_unreleased_;
 };
@@ -124,7 +124,7 @@ class OneShot : public Algorithm {
 const AlgorithmEntry kOneShot = {
     CGX_ONE_SHOT,
     "one_shot",
-    "everyone sends everything to everyone: 1 step, (n-1) x size sent, quantized once",
+    "every rank sends everything to every other: 1 step, (n-1) x size sent, quantized once",
     /*passes_sums_on=*/false,
     /*sliced=*/false,
     [](const Plan&) { return 1; },

@@ -4,7 +4,8 @@
 
 namespace cgx {
 
-// Payloads up to this ride in the header, so that a small allreduce is one message each way.
+// Payloads up to this size are sent in the header, so that a small allreduce needs one message per
+// peer.
 inline constexpr int64_t kEagerBytes = 8 * 1024;
 
 }  // namespace cgx

@@ -9,7 +9,8 @@
 namespace cgx {
 namespace {
 
-// The bytes of `numel` values from `first` on: of what cannot be cut, all.
+// The encoded bytes of `numel` values from `first` on. Everything if the codec cannot encode in
+// parts.
 Encoded block_of(const Contribution& from, int64_t first, int64_t numel) {
   const SlicedCodec* sliced = from.codec->sliced();
   if (!sliced) return from.message;
@@ -21,8 +22,7 @@ void naming(const Encoded& message, const Decode& decode) {
   try {
     decode();
   } catch (const Error& error) {
-    fail(CGX_PEER_FAILED, "rank ", message.source,
-         " sent what is no message of this collective: ", error.what());
+    fail(CGX_PEER_FAILED, "rank ", message.source, " sent a malformed message: ", error.what());
   }
 }
 
@@ -78,8 +78,8 @@ float* Reducer::reduce_block(const Plan& plan, const Piece& piece,
     else
       kernels().add(own_dtype, own, base, sum, numel);
   };
-  // Values that are fp32 as they lie are a sum's beginning where they lie, as the first or (a + b
-  // is b + a) as the second.
+  // Raw fp32 values can be used in place as the base of the sum, either as the first summand or,
+  // since a + b = b + a, as the second.
   const auto in_place = [&](const Contribution& from) {
     const bool is = adds && !from.codec && own_dtype == Dtype::kFloat32;
     return is ? reinterpret_cast<const float*>(own) : nullptr;

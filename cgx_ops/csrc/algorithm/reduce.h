@@ -1,6 +1,5 @@
-// Decode, sum in rank order, hand over: a block of values at a time, small enough to stay in the
-// first-level cache, so that values are touched in memory once. What a codec cannot cut is one
-// block.
+// Decodes messages and sums them in rank order. Works on blocks that fit the L1 cache, so that
+// values pass through memory once. If a codec cannot encode in parts, the whole piece is one block.
 #pragma once
 
 #include <functional>
@@ -12,34 +11,34 @@
 
 namespace cgx {
 
-// A chunk's bytes as they came from a rank.
+// The bytes of a message, or of a part of it, from a rank.
 struct Encoded {
   int source;
   std::span<const std::byte> bytes;
 };
-// In the place of a message: this rank's own values, as they are.
+// Stands for this rank's own uncompressed values, instead of a message.
 inline constexpr Encoded kOwnValues{-1, {}};
 
-// One rank's values of a piece, or one host's sum of them: encoded bytes, or (this rank's own) raw
-// values, to which their residual is added.
+// A rank's values of a piece, or a host's sum of them: encoded bytes, or this rank's raw values, to
+// which their residual is added.
 struct Contribution {
-  Encoded message;               // of the piece alone
-  const Codec* codec = nullptr;  // null: values of the plan's dtype
+  Encoded message;               // this piece only
+  const Codec* codec = nullptr;  // null: raw values of the plan's dtype
 };
 
-// Decodes with the error that names the sender: Error(CGX_PEER_FAILED).
+// Decode a message. Errors become Error(CGX_PEER_FAILED), which names the sender.
 void decode(const Codec& codec, const Encoded& message, int64_t numel, int64_t first_index,
             Dtype dtype, void* values);
 void decode_add(const Codec& codec, const Encoded& message, int64_t numel, int64_t first_index,
                 const float* base, float* sum);
 
-// Values of a piece that are worked on at a time: about so many, in whole buckets.
+// Elements per block: about `about`, in whole buckets.
 int64_t block_numel(const Piece& piece, int64_t about = 4096);
 
 class Reducer {
  public:
-  // Combines the contributions in the order given, then divides for avg if `divide`. emit(values,
-  // first, numel) gets fp32 results, block after block; `first` counts from the piece's beginning.
+  // Sums the contributions in the given order, then divides for avg if `divide`. Calls emit(values,
+  // first, numel) with fp32 results for each block; `first` is relative to the piece.
   template <typename Emit>
   void reduce(const Plan& plan, const Piece& piece, std::span<const Contribution> contributions,
               bool divide, Emit&& emit) {

@@ -1,4 +1,4 @@
-// What runs where a rank takes no part: nothing.
+// The algorithm of a rank that refuses to take part: it does nothing.
 #pragma once
 
 #include "algorithm/algorithm.h"

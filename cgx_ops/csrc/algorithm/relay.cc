@@ -12,7 +12,7 @@ Relay::Relay(int rank, std::vector<std::span<const std::byte>> outgoing,
   incoming_[rank] = {};
 }
 
-// One message, to the next peer that lacks one: all links are busy from the start.
+// Sends one message to the next peer in turn, so that all links are busy from the start.
 Step Relay::step(Port& port) {
   const int size = static_cast<int>(outgoing_.size());
   for (int tried = 0; tried < size; ++tried) {

@@ -1,5 +1,5 @@
-// Bytes to and from every peer, as they are: carries the messages of devices that are not connected
-// with each other (device/staged.h).
+// Exchanges bytes with every peer, unchanged. It sends the messages of GPUs that are not connected
+// directly (device/staged.h).
 #pragma once
 
 #include <deque>
@@ -12,8 +12,8 @@ namespace cgx {
 
 class Relay : public Algorithm {
  public:
-  // By rank: what goes there and what comes from there, of known length on both ends. A rank's own
-  // are ignored. The memory outlives the collective.
+  // Bytes to send and to receive, per rank. Both ends must use equal lengths. The entries of this
+  // rank are ignored. The memory must outlive the collective.
   Relay(int rank, std::vector<std::span<const std::byte>> outgoing,
         std::vector<std::span<std::byte>> incoming);
 
@@ -27,9 +27,9 @@ class Relay : public Algorithm {
   void take(int part, Arrival arrival) override;
 
   const int rank_;
-  std::vector<std::span<const std::byte>> outgoing_;  // what is still to be sent
-  std::vector<std::span<std::byte>> incoming_;        // what is still to come
-  int next_;                                          // peer to send to
+  std::vector<std::span<const std::byte>> outgoing_;  // not sent yet
+  std::vector<std::span<std::byte>> incoming_;        // not received yet
+  int next_;                                          // next peer to send to
 };
 
 }  // namespace cgx

@@ -1,16 +1,17 @@
-// Ring allreduce: every rank talks to its right-hand neighbour only.
+// Ring allreduce: every rank sends to its right neighbor only.
 //
-//   1. start: encode my values of the shard that begins at me
-//   2. reduce: to each message from the left add my own values; encode and pass on, or, when the
-//      shard has reached its owner (me), encode the sum for everyone
-//   3. gather: decode the owners' bytes and pass them on unchanged
+//   1. Start: encode my values of the shard that begins here.
+//   2. Reduce: add my values to each message from the left, then encode and forward it. When the
+//      shard has reached its owner (me), encode the sum for all ranks.
+//   3. Gather: decode the owners' bytes and forward them unchanged.
 //
-// Chunks go round in waves: so many of every shard, as messages that may be unread allow, before
-// the next. Within a wave messages are passed on in the order of arrival, mine first, so the n-th
-// message from the left has a known meaning; and a rank sends all that it starts before it reads
-// anything, so nothing may stop it there. What a rank has sent in a wave is read whether or not it
-// begins the next: there it may wait. Steps: 2(n-1). Values are quantized once per hop: for exact
-// values, or few ranks.
+// Chunks pass around the ring in waves. A wave has as many chunks of every shard as the limit on
+// unread messages allows. Within a wave, messages are forwarded in the order of arrival, mine
+// first, so the n-th message from the left has a known meaning. A rank sends everything that it
+// starts in a wave before it reads, so it must not block there. It may block before the next wave,
+// because peers read all messages of a wave independently of it.
+//
+// Steps: 2(n-1). Values are quantized once per hop, so this suits uncompressed values or few ranks.
 #include <algorithm>
 #include <cstring>
 #include <deque>
@@ -25,8 +26,8 @@ namespace {
 
 constexpr int kReduce = 0, kGather = 1;  // parts
 
-// Walks the messages of one part from the left: wave after wave; in each, chunk after chunk of the
-// shards of hop 1, 2, ... size - 1. Hop h brings shard rank - shift - h.
+// Iterates over the messages of one part from the left: wave by wave; within a wave, chunk by chunk
+// of the shards of hops 1 to size - 1. Hop h brings shard rank - shift - h.
 class Walk {
  public:
   Walk(const Layout& layout, size_t wave_chunks, size_t waves, int rank, int size, int shift)
@@ -75,7 +76,7 @@ class RingAllreduce : public Algorithm {
         left_(ring_left(plan_.rank, plan_.size)),
         right_(ring_right(plan_.rank, plan_.size)),
         most_unreleased_(plan_.unread_bytes / std::max<int64_t>(1, layout_.longest_message())),
-        // A wave is 2(size - 1) times as many messages: half of what may be unread.
+        // A wave is 2(size - 1) times as many messages: half of the limit.
         wave_chunks_(std::max<int64_t>(1, most_unreleased_ / (4 * (plan_.size - 1)))),
         waves_(count_waves()),
         reduce_(layout_, wave_chunks_, waves_, plan_.rank, plan_.size, 1),
@@ -153,7 +154,7 @@ class RingAllreduce : public Algorithm {
   void gather_next(Port& port) {
     const Arrival arrival = std::move(arrived_[kGather].front());
     arrived_[kGather].pop_front();
-    if (!gather_.last_hop()) {  // the right-hand neighbour does not own it
+    if (!gather_.last_hop()) {  // unless the right neighbor owns it
       const BufferRef buffer = port.allocate(arrival.bytes.size());
       std::memcpy(buffer->data, arrival.bytes.data(), arrival.bytes.size());
       port.send(right_, kGather, buffer, arrival.bytes.size());
@@ -168,10 +169,10 @@ class RingAllreduce : public Algorithm {
   const int left_, right_;
   const int64_t most_unreleased_;
   const size_t wave_chunks_, waves_;
-  size_t wave_ = 0;       // that this rank is at
+  size_t wave_ = 0;       // current wave
   size_t started_ = 0;    // chunks of the shard that begins here
-  Walk reduce_, gather_;  // what is done next
-  Walk due_[2];           // by part: what comes next
+  Walk reduce_, gather_;  // next to be processed
+  Walk due_[2];           // next to arrive, per part
   std::deque<Arrival> arrived_[2];
   ChunkReducer reducer_;
 };
@@ -181,13 +182,12 @@ class RingAllreduce : public Algorithm {
 const AlgorithmEntry kRing = {
     CGX_RING,
     "ring",
-    "2(n-1) steps to the right-hand neighbour, 2(n-1)/n x size sent, quantized n times: for exact "
-    "values",
+    "2(n-1) steps to the right neighbor, 2(n-1)/n x size sent, quantized n times: for exact values",
     /*passes_sums_on=*/true,
     /*sliced=*/true,
     [](const Plan& plan) { return plan.size; },
     [](const Plan& plan, const Layout& layout) {
-      int64_t sum = 0;  // every shard but one passes through, each way
+      int64_t sum = 0;  // every shard but one passes through, in each direction
       for (int owner = 0; owner < plan.size; ++owner) {
         if (owner != plan.rank) sum += layout.shard(owner).bytes(Way::kScatter);
         if (owner != ring_right(plan.rank, plan.size))

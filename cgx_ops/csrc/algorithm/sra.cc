@@ -1,12 +1,13 @@
 // Scatter-reduce-allgather. Every rank owns a shard.
 //
-//   1. scatter: encode each peer's shard of my values, send it to its owner
-//   2. reduce: when all peers' messages of a chunk of my shard are here, sum them in rank order
-//      with my own (exact) values; then encode the sum once and send it to everyone
-//   3. gather: decode the owners' bytes; of my own shard too, so that all ranks hold the same bits
+//   1. Scatter: encode my values of each peer's shard and send them to its owner.
+//   2. Reduce: when all peers' messages of a chunk of my shard have arrived, sum them in rank order
+//      with my own raw values. Encode the sum once and send it to all ranks.
+//   3. Gather: decode the owners' bytes. The owner decodes its own, too, so that all ranks get the
+//      same bits.
 //
-// reduce_scatter is 1 and the sum of 2; all_gather is 3 on every rank's own block. Steps: 2. Sent
-// by each rank: 2(n-1)/n of the encoded size.
+// reduce_scatter is 1 and the sum of 2. all_gather is 3 for every rank's own block. Steps: 2. Each
+// rank sends 2(n-1)/n of the encoded size.
 #include <algorithm>
 #include <deque>
 
@@ -48,7 +49,7 @@ class Sra : public Algorithm {
     }
     if (scatters_ && encoded_ < longest_) {
       // Every rank sends its chunks in the same order, and at least one to every peer before it
-      // stops, so the oldest chunk can always be reduced, and read.
+      // blocks. So the oldest chunk can always be reduced and read.
       if (port.unreleased() >= most_unreleased_) return Step::kBlocked;
       encode_next(port);
       return Step::kWorked;
@@ -96,12 +97,12 @@ class Sra : public Algorithm {
 
   const std::vector<Chunk>& own_chunks() const { return layout_.shard(plan_.rank).chunks; }
   int next_peer(int peer) const { return (peer + 1) % plan_.size; }
-  // Whether a peer's shard has chunks that `counts` does not count yet.
+  // Whether `counts` is below the number of chunks of a peer's shard.
   bool lacks(const std::vector<size_t>& counts, int peer) const {
     return gathers_ && peer != plan_.rank && counts[peer] < layout_.shard(peer).chunks.size();
   }
 
-  // Where the offsets of a rank's shard count from, in the input and in the output.
+  // The base of a shard's offsets, in the input and in the output.
   const std::byte* input(int owner) const {
     return plan_.input + plan_.bytes(scatters_ ? layout_.block_offset(owner) : 0);
   }
@@ -109,8 +110,8 @@ class Sra : public Algorithm {
     return plan_.output + plan_.bytes(gathers_ ? layout_.block_offset(owner) : 0);
   }
 
-  // Phase 1, a message a thread, beginning with chunk `encoded_` of the shard of peer
-  // `encode_peer_`. Chunks outermost, so that no owner waits for all of another's.
+  // Phase 1, one message per thread, beginning with chunk `encoded_` for `encode_peer_`. Chunks are
+  // the outer loop, so that no owner waits for all of another's.
   void encode_next(Port& port) {
     outgoing_.clear();
     while (static_cast<int>(outgoing_.size()) < threads_.size() && encoded_ < longest_) {
@@ -135,7 +136,7 @@ class Sra : public Algorithm {
     outgoing_.clear();
   }
 
-  // Phase 2, of my shard a chunk a thread, as many as are here.
+  // Phase 2 for my shard, one chunk per thread, for all chunks that have arrived.
   bool reduce_next(Port& port) {
     size_t ready = std::min<size_t>(threads_.size(), own_chunks().size() - reduced_);
     for (int peer = 0; peer < plan_.size; ++peer)
@@ -169,7 +170,7 @@ class Sra : public Algorithm {
     return true;
   }
 
-  // all_gather: one chunk of my own block.
+  // all_gather: encodes one chunk of my own block.
   void encode_own_block(Port& port) {
     const Shard& shard = layout_.shard(plan_.rank);
     const Chunk& chunk = shard.chunks[reduced_++];
@@ -185,7 +186,7 @@ class Sra : public Algorithm {
       port.send(peer, kGather, buffer, bytes);
   }
 
-  // Phase 3, a message a thread.
+  // Phase 3, one message per thread.
   bool decode_next() {
     const size_t ready = std::min<size_t>(threads_.size(), gathered_.size());
     if (ready == 0) return false;
@@ -203,7 +204,7 @@ class Sra : public Algorithm {
     return true;
   }
 
-  // A chunk on its way out.
+  // A chunk to be sent.
   struct Outgoing {
     int peer;
     const Chunk* chunk;
@@ -217,15 +218,15 @@ class Sra : public Algorithm {
   const bool scatters_, gathers_;
   const int most_unreleased_;
   size_t longest_ = 0;  // chunks of the longest shard
-  size_t encoded_ = 0;  // chunk that phase 1 is at
+  size_t encoded_ = 0;  // current chunk of phase 1
   int encode_peer_;
-  std::vector<std::deque<Arrival>> contributions_;  // of my shard, by source
-  size_t reduced_ = 0;                              // chunks of my shard that are done
+  std::vector<std::deque<Arrival>> contributions_;  // for my shard, by source
+  size_t reduced_ = 0;                              // chunks of my shard that are reduced
   std::deque<Arrival> gathered_;
   std::vector<size_t> gather_arrived_,
-      decoded_;                         // chunks of each owner's shard that are in the output
+      decoded_;                         // chunks of each owner's shard that are decoded
   std::vector<Outgoing> outgoing_;      // of one step
-  std::vector<ChunkReducer> reducers_;  // one for each thread
+  std::vector<ChunkReducer> reducers_;  // one per thread
 };
 
 }  // namespace

@@ -1,4 +1,5 @@
-// The algorithms, and which one `auto` takes. A new one is a file beside this, which tells its row.
+// The table of algorithms, and the choice of `auto`. A new algorithm is a file in this folder that
+// defines its row.
 #include <algorithm>
 #include <cstdint>
 
@@ -9,10 +10,11 @@
 namespace cgx {
 namespace {
 
-// Up to which `auto` takes one_shot where hosts have several ranks. All g ranks of a host send to
-// the n - g of other hosts, on one link; by hierarchical the host sends a value twice at most, but
-// in four steps. A link of 1 Gbit/s carries 32 KiB in the time of these; and values that are no
-// longer than the headers, which go to all ranks anyway, may always ride in them.
+// The largest size for which `auto` uses one_shot if hosts have several ranks. With one_shot, all g
+// ranks of a host send to the n - g ranks of other hosts, over one link. With hierarchical, a host
+// sends a value at most twice, but in four steps. A 1 Gbit/s link transfers 32 KiB in the time of
+// these steps. Values that are no longer than the headers, which go to all ranks anyway, always use
+// one_shot.
 int64_t nested_one_shot_bytes(const Topology& topology) {
   constexpr int64_t kLinkBytes = 32 * 1024;
   int64_t pairs = 0;
@@ -23,7 +25,7 @@ int64_t nested_one_shot_bytes(const Topology& topology) {
   return std::clamp(kLinkBytes / pairs, kHeaderBytes, kEagerBytes);
 }
 
-// The first codec of the plan that cannot be cut; null if all can.
+// The first codec of the plan that cannot encode in parts, or null.
 const CodecEntry* unsliced(const Plan& plan) {
   for (const Segment& segment : plan.segments)
     for (const CodecSettings& settings : segment.codecs.each)
@@ -31,7 +33,7 @@ const CodecEntry* unsliced(const Plan& plan) {
   return nullptr;
 }
 
-// cut: whether all codecs of the plan can be.
+// `cut`: whether all codecs can encode in parts.
 cgx_algorithm_t pick_algorithm(const Plan& plan, bool cut) {
   const bool nested = plan.topology && plan.topology->nested();
   const cgx_algorithm_t of_long = nested ? CGX_HIERARCHICAL : CGX_SRA;
@@ -39,8 +41,8 @@ cgx_algorithm_t pick_algorithm(const Plan& plan, bool cut) {
   if (plan.algorithm != CGX_AUTO && plan.algorithm != CGX_BY_HOSTS) return plan.algorithm;
   if (!cut) return CGX_ONE_SHOT;
   if (plan.algorithm == CGX_BY_HOSTS) return of_long;
-  // Up to and including `bytes` of encoded values. A quantized ring is never picked: its error
-  // grows with the number of ranks.
+  // Up to `bytes` encoded bytes, inclusive. A quantized ring is never chosen: its error grows with
+  // the number of ranks.
   struct Row {
     int64_t bytes;
     cgx_algorithm_t algorithm;
@@ -50,7 +52,7 @@ cgx_algorithm_t pick_algorithm(const Plan& plan, bool cut) {
   const Row* row = rows;
   int64_t bytes = 0;
   for (const auto& segment : plan.segments) {
-    if (row->bytes == INT64_MAX) break;  // long lists need not be sized to their end
+    if (row->bytes == INT64_MAX) break;  // stop early for long lists
     if (segment.repeats) continue;
     bytes += make_codec(segment.codecs[Way::kScatter])->max_bytes(segment.numel);
     while (bytes > row->bytes) ++row;
@@ -84,15 +86,15 @@ void resolve_algorithm(Plan* plan) {
   plan->algorithm = pick_algorithm(*plan, /*cut=*/!whole);
   const AlgorithmEntry& entry = entry_of(plan->algorithm);
   require(!whole || !entry.sliced, CGX_UNSUPPORTED, entry.name,
-          " cuts values into shards, and what ", whole ? whole->name : "",
-          " encodes cannot be cut: use an allreduce by one_shot or auto");
-  // The smallest or largest of values is one of them.
+          " cuts values into shards, but the compressor ", whole ? whole->name : "",
+          " cannot encode a segment in parts: use an allreduce with one_shot or auto");
+  // A minimum or maximum is one of the values.
   const bool selects = plan->op == Op::kMin || plan->op == Op::kMax;
   if (selects || !entry.passes_sums_on) return;
   for (Segment& segment : plan->segments) {
     CodecSettings& sums = segment.codecs[Way::kScatter];
     sums.dtype = Dtype::kFloat32;
-    if (votes(segment.codecs[Way::kGather])) sums.bits = kExactBits;  // counts
+    if (votes(segment.codecs[Way::kGather])) sums.bits = kExactBits;  // vote counts
   }
 }
 

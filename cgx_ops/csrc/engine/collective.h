@@ -1,4 +1,4 @@
-// One collective in flight on one rank: its key, its algorithm, who has announced it, its deadline.
+// The state of one collective in flight on one rank: key, algorithm, received headers, deadline.
 #pragma once
 
 #include <array>
@@ -18,52 +18,53 @@ namespace cgx {
 using Clock = std::chrono::steady_clock;
 
 struct Collective {
-  // Given by the caller.
+  // Set by the caller.
   std::string name;
   int64_t occurrence = -1;  // < 0: counted by the engine
   Agreement agreement;
   std::unique_ptr<Algorithm> algorithm;
-  std::vector<int> members;  // ranks of the communicator that take part, this one included
+  std::vector<int> members;  // participating ranks of the communicator, this one included
   std::chrono::duration<double> timeout{0};
-  Refused refusal;                        // if any, of this rank to take part
-  bool counts = true;                     // in the totals; false: it only makes a communicator
+  Refused refusal;                        // set if this rank refuses to take part
+  bool counts = true;                     // whether totals include it; false for setup of
+                                          // communicators
   int64_t bytes_in = 0, bytes_plain = 0;  // as in cgx_comm_info_t
 
-  // Who wants to know of the end; under the engine's mutex.
+  // Called at the end. Guarded by the engine's mutex.
   cgx_callback_t callback = nullptr;
   void* context = nullptr;
 
-  // Kept by the engine's progress role.
+  // Used by the thread that holds the engine's progress role.
   Key key;
   Clock::time_point started, agreed_at, deadline;
-  Clock::duration computed{0};  // in the algorithm
+  Clock::duration computed{0};  // time spent in the algorithm
   uint32_t serial = 0;
-  std::vector<std::optional<Header>> headers;  // by rank
+  std::vector<std::optional<Header>> headers;  // per rank
   int missing_headers = 0;
-  bool agreed = false;  // all headers are here and equal
+  bool agreed = false;  // all headers have arrived and match
   bool queued = false;  // in the run queue
   std::shared_ptr<SendState> sends;
-  std::vector<std::array<uint32_t, 2>> sent;   // messages so far, by destination and part
-  std::vector<std::pair<int, Arrival>> early;  // bulk messages that overtook a header
-  std::optional<Error> shortage;  // of what this rank is short, so that it cannot go on
-  // Of the inquiry after its deadline, by rank: for whom they wait. Empty: there is none.
+  std::vector<std::array<uint32_t, 2>> sent;   // messages so far, per destination and part
+  std::vector<std::pair<int, Arrival>> early;  // bulk messages that arrived before a header
+  std::optional<Error> shortage;  // why this rank cannot continue, e.g. out of memory
+  // Answers to the inquiry after the deadline, per rank: the ranks it waits for. Empty: no inquiry.
   std::vector<std::optional<std::vector<int32_t>>> answers;
 
-  // The result: written before `done`, read after.
+  // The result: written before `done`, read after it.
   cgx_status_t status = CGX_OK;
   std::string error;
   std::atomic<bool> done{false};
 
-  // Kept by the communicator.
-  std::atomic<bool> notified{false};      // somebody has asked to be called back
-  std::atomic<bool> calling_back{false};  // by who asked after the end
+  // Used by the communicator.
+  std::atomic<bool> notified{false};      // a callback was registered
+  std::atomic<bool> calling_back{false};  // a callback that was registered after the end is running
 };
 
-// A bulk message's channel: the sender's number of the collective, and the part.
-inline constexpr uint32_t kSerials = kChannels / 2;  // that channels can tell apart
+// The channel of a bulk message: the sender's serial of the collective, and the part.
+inline constexpr uint32_t kSerials = kChannels / 2;  // distinguished by channels
 inline uint32_t channel_of(uint32_t serial, int part) { return serial % kSerials * 2 + part; }
 
-// What the collectives of a communicator that ended well add up to, on one rank.
+// Statistics of a communicator's successful collectives on one rank.
 struct Totals {
   int64_t collectives = 0;
   int64_t bytes_in = 0, bytes_plain = 0;

@@ -1,5 +1,4 @@
-// The engine's collectives: announced, matched with their peers' announcements, run, ended; and the
-// messages that they are made of.
+// The engine's collectives: announcing, matching headers, running, ending; and their messages.
 #include <algorithm>
 #include <utility>
 
@@ -9,10 +8,10 @@
 namespace cgx {
 namespace {
 
-constexpr int kStepsPerPass = 16;  // between two looks at the transport
+constexpr int kStepsPerPass = 16;  // between two polls of the transport
 
-// Adds up time on one account until another is named: one look at the clock for a run of steps of
-// one collective.
+// Adds elapsed time to one account until another is selected. A run of steps of one collective
+// needs a single clock read.
 class Stopwatch {
  public:
   void charge(Clock::duration* account) {
@@ -59,7 +58,7 @@ void Engine::accept(const CollectiveRef& collective) {
     return;
   }
   running_.emplace(c.key, collective);
-  next_check_ = {};  // a peer that it needs may be lost already
+  next_check_ = {};  // check now: a peer that it needs may be lost already
   c.serial = next_serial_++;
   c.sends = std::make_shared<SendState>(size_);
   c.sent.resize(size_);
@@ -69,7 +68,7 @@ void Engine::accept(const CollectiveRef& collective) {
   Header own{c.key, c.serial, 0, c.agreement, {}, c.refusal};
   try {
     own.eager = c.algorithm->eager();
-  } catch (const std::bad_alloc&) {  // all end with it when all headers are there
+  } catch (const std::bad_alloc&) {  // all ranks end with it when all headers have arrived
     own.refused = {CGX_SYSTEM, "out of memory"};
   }
   c.computed += Clock::now() - begin;
@@ -80,13 +79,13 @@ void Engine::accept(const CollectiveRef& collective) {
     transport_->send_control(member, message);
     bytes_sent_ += static_cast<int64_t>(message.size());
   }
-  // Over, for this rank, if it refuses; what the others say of it is still to come, and is not for
-  // what follows.
+  // A refusing rank is done. The peers' headers are still counted, so that they do not match a
+  // later collective.
   if (c.refusal.status != CGX_OK) finish(c, CGX_OK, "");
   own.eager.clear();  // the algorithm has it
   Uses& uses = uses_[c.key];
   uses.open.push_back(collective);
-  std::vector<std::pair<int, Header>> mine;  // the first of each source
+  std::vector<std::pair<int, Header>> mine;  // the first header of each source
   std::erase_if(uses.early, [&](auto& early) {
     for (const auto& [source, header] : mine)
       if (source == early.first) return false;
@@ -97,15 +96,15 @@ void Engine::accept(const CollectiveRef& collective) {
   for (auto& [source, header] : mine) match(collective, source, std::move(header));
 }
 
-// A header belongs to the oldest collective of its key that lacks its source's, or to one that is
-// still to come.
+// A header belongs to the oldest collective of its key that lacks its source's header, or to one
+// that has not started here.
 void Engine::take(int source, Header header) {
   const uint32_t due = headers_taken_[source]++ % kTurns;
-  require(header.turn == due, CGX_PEER_FAILED, "rank ", source, " announced collective ",
-          header.key, " as number ", header.turn, " of all, where number ", due,
-          " is due: an announcement is lost, doubled or out of turn");
+  require(header.turn == due, CGX_PEER_FAILED, "rank ", source, " sent the header of collective ",
+          header.key, " with number ", header.turn, ", but number ", due,
+          " is due: a header was lost, duplicated or reordered");
   require(header.serial - last_serial_[source] - 1 < kSerials / 2, CGX_PEER_FAILED, "rank ", source,
-          " announced collective ", header.key, " as its number ", header.serial, " after ",
+          " sent the header of collective ", header.key, " with serial ", header.serial, " after ",
           last_serial_[source]);
   last_serial_[source] = header.serial;
   Uses& uses = uses_[header.key];
@@ -119,7 +118,7 @@ void Engine::match(const CollectiveRef& ref, int source, Header header) {
   Collective& collective = *ref;
   require(std::find(collective.members.begin(), collective.members.end(), source) !=
               collective.members.end(),
-          CGX_PEER_FAILED, "rank ", source, " takes part in collective ", collective.key,
+          CGX_PEER_FAILED, "rank ", source, " sent a header of collective ", collective.key,
           ", but is not one of its members");
   const bool refused = collective.refusal.status != CGX_OK;
   if (source != rank_ && !refused) incoming_[incoming_key(source, header.serial)] = {&collective};
@@ -127,13 +126,13 @@ void Engine::match(const CollectiveRef& ref, int source, Header header) {
   if (--collective.missing_headers != 0) return;
   const auto found = uses_.find(collective.key);
   auto& open = found->second.open;
-  open.erase(open.begin());  // it is the oldest: those after it lack the same header, or more
+  open.erase(open.begin());  // the oldest: later ones lack at least this header
   if (open.empty() && found->second.early.empty()) uses_.erase(found);
   if (!refused) agree(collective);
 }
 
 void Engine::agree(Collective& collective) {
-  // Every member sees the same headers, so every member comes to the same end, with the same words.
+  // All members see the same headers, so all end in the same way, with the same text.
   const int first = *std::min_element(collective.members.begin(), collective.members.end());
   for (const int member : collective.members) {
     const Refused& refused = collective.headers[member]->refused;
@@ -209,7 +208,7 @@ bool Engine::run_queue() {
       blocked_.push_back(&collective);
   }
   stopwatch.charge(nullptr);
-  // Order of finishing_ does not matter: collectives are independent.
+  // The order of finishing_ does not matter, since collectives are independent.
   for (size_t i = 0; i < finishing_.size();) {
     if (finishing_[i]->sends->unsent() != 0) {
       ++i;
@@ -234,10 +233,12 @@ void Engine::finish(Collective& collective, cgx_status_t status, std::string err
     if (source != rank_ && collective.headers[source])
       incoming_.erase(incoming_key(source, collective.headers[source]->serial));
   dequeue(collective);
-  // What it holds of the transport goes back while this thread has the role.
+  // Releases the transport's buffers while this thread has the role.
   collective.early.clear();
   if (status != CGX_OK && collective.sends) collective.sends->give_up();
-  if (collective.missing_headers == 0) collective.headers.clear();  // else they are still counted
+  if (collective.missing_headers == 0)
+    collective.headers.clear();  // otherwise headers are still
+                                 // counted
   end(collective, status, std::move(error));
 }
 
@@ -253,11 +254,11 @@ void Engine::end(Collective& collective, cgx_status_t status, std::string error)
     lock.unlock();
     try {
       collective.callback(collective.context, status, collective.error.c_str());
-    } catch (...) {  // against its contract; whoever waits must see the end all the same
+    } catch (...) {  // callbacks must not throw, but waiters must see the end in any case
     }
     lock.lock();
   }
-  // Under the lock that saw whether there is a callback: notify() comes before it or after `done`.
+  // notify() checks for the end under the same lock, so it runs before this or after `done`.
   --in_flight_;
   collective.done = true;
   changed_.notify_all();
@@ -269,21 +270,22 @@ void Engine::on_control(int source, std::span<const std::byte> message) {
   std::visit([&](auto&& read) { take(source, std::move(read)); }, read_message(source, message));
 }
 
-// Whose bulk message it is; counts it. Null if its collective has ended here.
+// Returns the collective of a bulk message and checks its sequence. Null if the collective has
+// ended here.
 Collective* Engine::receiver(int source, Slot slot) {
   const uint32_t serial = slot.channel / 2, part = slot.channel % 2;
   const auto found = incoming_.find(incoming_key(source, serial));
   if (found == incoming_.end()) {
     const uint32_t age = (last_serial_[source] - serial) % kSerials;
     require(age < kSerials / 2, CGX_PEER_FAILED, "rank ", source,
-            " sent a message of a collective that it has not announced");
+            " sent a message of a collective without a header");
     return nullptr;
   }
   Incoming& incoming = found->second;
   uint32_t& next = incoming.next[part];
   require(slot.sequence == next, CGX_PEER_FAILED, "rank ", source, " sent message ", slot.sequence,
           " of collective ", incoming.collective->key, " where message ", next,
-          " is due: one is lost, doubled or out of turn");
+          " is due: one was lost, duplicated or reordered");
   next = (next + 1) % kSequences;
   return incoming.collective;
 }

@@ -12,11 +12,12 @@ namespace cgx {
 namespace {
 
 constexpr auto kLongestSleep = std::chrono::milliseconds(10);
-// How long a rank looks before it sleeps. To wake one costs its peer 30 us and itself 30 to 90 (a
-// virtual machine), so it looks for about as long; but not where it keeps a core from a peer.
+// How long a rank polls before it sleeps. A wake-up costs the peer 30 us and this rank 30 to 90 us
+// on a virtual machine, so polling takes about as long. It is shorter if ranks outnumber cores.
 constexpr auto kSpinTime = std::chrono::microseconds(100);
 constexpr auto kCrowdedSpinTime = std::chrono::microseconds(50);
-constexpr int kLooks = 64;  // without giving way: about 10 us, longer than a small message takes
+constexpr int kPollsWithoutYield = 64;  // polls without yielding: about 10 us, longer than a small
+                                        // message takes
 constexpr auto kGrace = std::chrono::microseconds(200);
 constexpr auto kFailedGrace = std::chrono::milliseconds(250);
 
@@ -35,7 +36,7 @@ Engine::Engine(std::string name, int rank, int size, std::unique_ptr<Transport> 
 
 Engine::~Engine() = default;
 
-// ---- the caller's side ---------------------------------------------------------------------
+// ---- calls from users ----------------------------------------------------------------------
 
 std::string Engine::closed_text() const {
   return join("communicator '", name_, "' is closed: ", close_reason_);
@@ -66,12 +67,12 @@ void Engine::put(const CollectiveRef& collective) {
 void Engine::submit(const CollectiveRef& collective) {
   try {
     const std::lock_guard lock(mutex_);
-    need_thread();  // before put: nothing may fail after it
+    need_thread();  // before put(), after which nothing may fail
   } catch (const std::system_error& error) {
-    // A refusal is sent below, and needs no thread after that.
+    // A refusal is sent below, and does not need the thread afterwards.
     require(collective->refusal.status != CGX_OK, CGX_SYSTEM,
-            "cannot start the thread that moves collectives on: ", error.what(),
-            ". Raise the limit of processes (ulimit -u, or the container's)");
+            "cannot start the progress thread: ", error.what(),
+            ". Raise the limit on processes (ulimit -u, or the container's)");
   }
   put(collective);
   if (try_take_role()) {  // announce it now: peers may be waiting for the header
@@ -114,7 +115,7 @@ template <typename Done>
 void Engine::wait_until(Done&& done, std::optional<Clock::time_point> limit) {
   std::unique_lock lock(mutex_);
   while (!done() && !(limit && Clock::now() >= *limit)) {
-    if (role_taken_ || stop_) {  // close() ends what is left
+    if (role_taken_ || stop_) {  // close() ends the rest
       if (limit)
         changed_.wait_until(lock, *limit);
       else
@@ -135,7 +136,8 @@ bool Engine::notify(Collective& collective, cgx_callback_t callback, void* conte
   collective.callback = callback;
   collective.context = context;
   ++callbacks_in_flight_;
-  work_given_.notify_one();  // nobody may be going to wait: the progress thread's grace is over
+  work_given_.notify_one();  // wakes the progress thread, whose grace period has ended: the caller
+                             // may never wait
   return true;
 }
 
@@ -156,9 +158,9 @@ void Engine::close(std::chrono::duration<double> at_most) {
   lock.unlock();
   if (thread_.joinable()) thread_.join();
 
-  progress();  // takes in what was submitted last
+  progress();  // accepts the last submissions
   if (in_flight_) fail_all(CGX_CLOSED, "it was closed on this rank");
-  // After a failure too: peers may still be about to read what ended well before it.
+  // Also after a failure: peers may not have read the results of earlier collectives yet.
   if (failed_) at_most = std::min<std::chrono::duration<double>>(at_most, kFailedGrace);
   const auto deadline = Clock::now() + std::chrono::duration_cast<Clock::duration>(at_most);
   drive([&] { return transport_->drained() || Clock::now() >= deadline; });
@@ -172,21 +174,21 @@ bool Engine::try_take_role() {
   return !std::exchange(role_taken_, true);
 }
 
-// With mutex_ held.
+// Needs mutex_.
 void Engine::give_role() {
-  // What a peer needs must not lie here until this rank's next call.
+  // Messages that peers need must not stay here until this rank's next call.
   unflushed_ = !failed_ && !transport_->flushed();
   role_taken_ = false;
   changed_.notify_all();
   if (in_flight_ == 0 && !unflushed_) return;
   try {
-    need_thread();                      // whoever waits may stop waiting
-  } catch (const std::system_error&) {  // no thread to be had: the next call goes on
+    need_thread();                      // the current waiter may stop waiting
+  } catch (const std::system_error&) {  // without a thread, the next call makes progress
   }
   work_given_.notify_one();
 }
 
-// With mutex_ held.
+// Needs mutex_.
 void Engine::need_thread() {
   if (!thread_.joinable() && !stop_) thread_ = std::thread([this] { progress_thread(); });
 }
@@ -198,7 +200,7 @@ void Engine::progress_thread() {
       work_given_.wait(lock);
       continue;
     }
-    // Who starts a collective without a callback mostly waits for it at once, and takes the role.
+    // A caller without a callback usually waits immediately, and takes the role.
     if (callbacks_in_flight_ == 0 &&
         work_given_.wait_for(lock, kGrace) == std::cv_status::no_timeout)
       continue;
@@ -213,23 +215,23 @@ void Engine::progress_thread() {
 
 template <typename Until>
 void Engine::drive(Until&& until) {
-  // Looks again at once for a moment, then gives way before it sleeps: with more ranks than cores
-  // the peer that is waited for may need this one.
+  // Polls for a moment, then yields before it sleeps. If ranks outnumber cores, the awaited peer
+  // may need this core.
   const auto spin_time = crowded_ ? kCrowdedSpinTime : kSpinTime;
   auto last_work = Clock::now(), last_idle = last_work;
-  int looks = 0;
-  // Whether looking for so long found something the last time. While a slow link moves much it does
-  // not, and takes a tenth of a core from the backward pass that it is hidden behind.
+  int polls = 0;
+  // Whether polling was successful the last time. While a slow link transfers large messages it is
+  // not, and would take a tenth of a core from the overlapping backward pass.
   bool worthwhile = true;
   while (!until()) {
     if (progress()) {
       if (last_idle != last_work) worthwhile = last_idle - last_work < 2 * spin_time;
       last_work = last_idle = now_;
-      looks = 0;
+      polls = 0;
     } else if (worthwhile && now_ - last_work < spin_time) {
       last_idle = now_;
-      if (crowded_ || ++looks > kLooks) std::this_thread::yield();
-    } else if (!anything_submitted()) {  // what is put after this rings the transport's bell
+      if (crowded_ || ++polls > kPollsWithoutYield) std::this_thread::yield();
+    } else if (!anything_submitted()) {  // later submissions wake the transport
       transport_->wait(kLongestSleep);
       last_idle = Clock::now();
     }
@@ -249,12 +251,13 @@ bool Engine::progress() {
     submitted.swap(submitted_);
   }
   bool worked = !submitted.empty();
-  // Who has not looked for long may have been given up: that comes before what it starts now.
+  // Peers may have given up on a rank that has not polled for long. Find out before starting
+  // anything.
   if (worked && submitted.front()->started - now_ > kLongestSleep)
     guard([&] { transport_->progress(*this); });
   for (const auto& collective : submitted) {
     if (!failed_) guard([&] { accept(collective); });
-    if (failed_ && !collective->done)  // too late, or it never got among the running
+    if (failed_ && !collective->done)  // too late, or it was never added to running_
       end(*collective, CGX_CLOSED, closed_text());
   }
   guard([&] {

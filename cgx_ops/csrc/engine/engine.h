@@ -1,18 +1,19 @@
-// The engine of one rank of one communicator: any number of collectives in flight, started in any
-// order, on any threads.
+// The engine of one rank of one communicator. It runs any number of concurrent collectives, started
+// in any order and on any threads. A collective passes these steps:
 //
-//   submit   a collective gets its key and is announced to every member by a header. No collective
-//            waits for an order to be agreed on: headers are matched by key.
-//   agree    when every member's header is here they are compared: all ranks see the same, so all
-//            go on, or all end with one error. Values move only after that
-//   run      the algorithm's state machine, fed by messages, in bounded steps. A rank that is short
-//            of something cancels the collective on all ranks; the others go on
-//   end      done, or failed: a passed deadline, a lost peer or a message that makes no sense ends
-//            every collective and closes the communicator, and says so to the peers. Who asked to
-//            be notified is called, then those who wait go on
+//   submit   It gets its key and is announced to every member by a header. Headers are matched by
+//            key, so ranks need not start collectives in the same order.
+//   agree    When the headers of all members have arrived, they are compared. All ranks see the
+//            same headers, so all continue, or all end with the same error. Values are sent only
+//            after that.
+//   run      Messages drive the algorithm's state machine, in bounded steps. A rank that lacks a
+//            resource cancels the collective on all ranks; other collectives continue.
+//   end      Success or failure. A missed deadline, a lost peer or a malformed message ends all
+//            collectives, closes the communicator and notifies the peers. The callback runs first,
+//            then waiters return.
 //
-// One thread at a time holds the progress role: a caller blocked in wait(), else the progress
-// thread, which sleeps while nothing is in flight and nothing waits to be handed over.
+// One thread at a time holds the progress role: a caller blocked in wait(), otherwise the progress
+// thread. That sleeps while nothing is in flight and nothing remains to be flushed.
 #pragma once
 
 #include <condition_variable>
@@ -30,36 +31,36 @@ namespace cgx {
 class Engine : private Sink {
  public:
   Engine(std::string name, int rank, int size, std::unique_ptr<Transport> transport);
-  ~Engine() override;  // close() first
+  ~Engine() override;  // call close() first
 
   // Never blocks on a peer. Throws Error(CGX_CLOSED) if the communicator is closed.
   void submit(const std::shared_ptr<Collective>& collective);
-  // submit and wait: the progress thread sleeps on.
+  // Like submit() and wait(), but does not wake the progress thread.
   void run(const std::shared_ptr<Collective>& collective);
   void run(const std::shared_ptr<Collective>& collective, Clock::duration at_most);
-  // Until collective->done; drives progress. The deadline of the collective bounds it.
+  // Blocks until collective->done and drives progress. The collective's deadline bounds the wait.
   void wait(Collective& collective);
-  // The same, no longer than at_most: then the progress thread goes on with it.
+  // The same, at most for at_most. After that the progress thread continues.
   void wait(Collective& collective, Clock::duration at_most);
-  // Has `callback` called at the end of a submitted collective, before `done`; returns false if it
-  // has ended. Once per collective.
+  // Registers `callback`, which is called at the end of a submitted collective, before `done`.
+  // Returns false if the collective has ended. At most once per collective.
   bool notify(Collective& collective, cgx_callback_t callback, void* context);
 
-  // Looks for lost peers, no longer than at_most. Throws Error(CGX_PEER_FAILED), with the reasons,
-  // if they, or the communicator, are lost. With nothing in flight the progress thread does not
-  // look.
+  // Checks for lost peers, at most for at_most. Throws Error(CGX_PEER_FAILED) with the reasons if
+  // peers or the communicator are lost. Needed because the progress thread does not check while
+  // nothing is in flight.
   void require_peers(Clock::duration at_most);
 
-  // Waits until no collective is in flight, no longer than at_most; their deadlines bound it, too.
+  // Waits until no collective is in flight, at most for at_most.
   void finish(Clock::duration at_most);
 
-  // Waits until peers have read what they were sent, no longer than at_most, then leaves.
+  // Waits until peers have read all messages, at most for at_most, then leaves.
   void close(std::chrono::duration<double> at_most);
 
   bool closed() const { return closed_.load(); }
-  // Throws Error(CGX_CLOSED), with the reason, if the communicator is closed.
+  // Throws Error(CGX_CLOSED) with the reason if the communicator is closed.
   void require_open() const;
-  // It, or a peer, did not end in good order.
+  // Whether this rank or a peer ended with a failure.
   bool failed() const { return failed_ || peer_failed_; }
   int64_t bytes_sent() const { return bytes_sent_.load(); }
   Totals totals() const;
@@ -70,7 +71,7 @@ class Engine : private Sink {
   class CollectivePort;
   using CollectiveRef = std::shared_ptr<Collective>;
 
-  std::string closed_text() const;  // with mutex_ held, or the role after a failure
+  std::string closed_text() const;  // needs mutex_, or the role after a failure
   void put(const CollectiveRef& collective);
   template <typename Done>
   void wait_until(Done&& done, std::optional<Clock::time_point> limit);
@@ -81,21 +82,21 @@ class Engine : private Sink {
   void need_thread();
   void progress_thread();
 
-  // Below: only with the role.
+  // The functions below need the role.
   template <typename Until>
-  void drive(Until&& until);  // progress, or sleep, until that is true
+  void drive(Until&& until);  // makes progress or sleeps until the condition holds
   bool anything_submitted();
   bool progress();
   template <typename Work>
-  void guard(Work&& work);  // a failure of the transport ends everything
+  void guard(Work&& work);  // ends all collectives if the transport fails
   void accept(const CollectiveRef& collective);
   void match(const CollectiveRef& collective, int source, Header header);
   void agree(Collective& collective);
-  void cancel(Collective& collective);  // for its shortage
+  void cancel(Collective& collective);  // because of its shortage
   void inquire(Collective& collective);
   std::vector<int32_t> awaited(const Collective& collective) const;
   std::set<int> late(const Collective& collective) const;
-  // What peers' control messages say.
+  // Handlers of the peers' control messages.
   void take(int source, Header header);
   void take(int source, const Cancel& cancel);
   void take(int source, const Abort& abort);
@@ -106,13 +107,14 @@ class Engine : private Sink {
   bool run_queue();
   void enqueue(Collective& collective);
   void dequeue(Collective& collective);
-  void check_waits();  // deadlines, lost peers
+  void check_waits();  // checks deadlines and lost peers
   void finish(Collective& collective, cgx_status_t status, std::string error);
   void end(Collective& collective, cgx_status_t status, std::string error);
-  // `told`: the reason is what a peer that gave up said. `cause`: whose deadline it was, if any.
+  // `from_peer`: a peer that gave up sent this reason. `cause`: the collective whose deadline
+  // passed, if any.
   void fail_all(cgx_status_t status, const std::string& reason, Collective* cause = nullptr,
-                bool told = false);
-  void tell_abort(const std::string& news);
+                bool from_peer = false);
+  void send_abort(const std::string& reason);
   std::string describe_wait(const Collective& collective) const;
   std::string loss_text(int rank) const;
   bool waits_for(const Collective& collective, int rank) const;
@@ -128,14 +130,14 @@ class Engine : private Sink {
   const bool crowded_;
 
   mutable std::mutex mutex_;
-  std::condition_variable changed_;     // a collective ended, or the role is free
-  std::condition_variable work_given_;  // for the progress thread
+  std::condition_variable changed_;     // a collective has ended, or the role is free
+  std::condition_variable work_given_;  // wakes the progress thread
   bool role_taken_ = false;
-  bool unflushed_ = false;  // the transport still has messages to hand over
+  bool unflushed_ = false;  // the transport still has messages to flush
   std::atomic<bool> stop_{false};
   std::vector<CollectiveRef> submitted_;
-  std::string close_reason_, losses_;  // the latter: of peers, so far
-  uint64_t unnamed_ = 0;               // collectives without a name
+  std::string close_reason_, losses_;  // reasons: of the closing; of the peers lost so far
+  uint64_t unnamed_ = 0;               // number of collectives without a name
   int callbacks_in_flight_ = 0;
   Totals totals_;
   std::thread thread_;
@@ -143,37 +145,37 @@ class Engine : private Sink {
   std::atomic<int> in_flight_{0};
   std::atomic<int64_t> bytes_sent_{0};
 
-  // With the role.
+  // Guarded by the role.
   std::unordered_multimap<Key, CollectiveRef, KeyHash> running_;
-  // What is known of one key, until it is used up. A rank's n-th header belongs to this rank's n-th
-  // collective of the key, so nothing needs to be counted for longer.
+  // The open state of a key. A rank's n-th header of a key belongs to this rank's n-th collective
+  // of that key, so entries are erased when no header or collective is open.
   struct Uses {
-    std::vector<CollectiveRef> open;            // lack headers; oldest first
-    std::vector<std::pair<int, Header>> early;  // of collectives that are not started here yet
+    std::vector<CollectiveRef> open;            // waiting for headers; oldest first
+    std::vector<std::pair<int, Header>> early;  // headers of collectives that have not started here
   };
   std::unordered_map<Key, Uses, KeyHash> uses_;
-  // A peer's bulk messages of one collective.
+  // State of a peer's bulk messages for one collective.
   struct Incoming {
     Collective* collective;
-    uint32_t next[2] = {0, 0};  // sequence of the message that comes next, by part
+    uint32_t next[2] = {0, 0};  // next expected sequence, per part
   };
   static uint64_t incoming_key(int source, uint32_t serial) {
     return static_cast<uint64_t>(source) << 32 | serial % kSerials;
   }
   Collective* receiver(int source, Slot slot);
   std::unordered_map<uint64_t, Incoming> incoming_;     // by source and its serial
-  std::vector<uint32_t> headers_sent_, headers_taken_;  // by destination, by source
-  std::vector<uint32_t> last_serial_;                   // by source, of its headers
+  std::vector<uint32_t> headers_sent_, headers_taken_;  // per destination; per source
+  std::vector<uint32_t> last_serial_;                   // per source, of its last header
   std::deque<Collective*> ready_;
   std::vector<Collective*> blocked_;
-  std::vector<Collective*> finishing_;  // computed; their sends are not handed over yet
+  std::vector<Collective*> finishing_;  // computed, but not everything is sent yet
   struct Lost {
     Loss how;
     std::string reason;
   };
-  std::vector<std::optional<Lost>> lost_;  // by rank
+  std::vector<std::optional<Lost>> lost_;  // per rank
   uint32_t next_serial_ = 0;
-  Clock::time_point now_{};  // when the last pass of progress() ended
+  Clock::time_point now_{};  // end of the last pass of progress()
   Clock::time_point next_check_{};
 };
 

@@ -1,9 +1,10 @@
-// The engine in trouble.
+// Failure handling of the engine.
 //
-//   cancel     one collective, for which this rank is short of something: on all ranks
-//   inquiry    a deadline has passed: who is it that all wait for? Every member is asked for whom
-//              it waits; a rank that stands still does not answer
-//   fail_all   a passed deadline, a lost peer or nonsense ends everything, here and at the peers
+//   cancel     ends one collective on all ranks, because this rank lacks a resource for it
+//   inquiry    after a deadline: asks every member which ranks it waits for, to find the rank that
+//              delays all. A stopped rank does not answer.
+//   fail_all   a missed deadline, a lost peer or a malformed message ends all collectives, here and
+//              on the peers
 #include <algorithm>
 
 #include "base/bytes.h"
@@ -13,19 +14,19 @@
 namespace cgx {
 namespace {
 
-constexpr auto kCheckInterval = std::chrono::milliseconds(20);  // deadlines, lost peers
+constexpr auto kCheckInterval = std::chrono::milliseconds(20);  // for deadlines and lost peers
 constexpr Clock::duration kLongestInquiry = std::chrono::milliseconds(500);
-constexpr size_t kLongestNews = 900;  // bytes that every transport carries
+constexpr size_t kLongestReason = 900;  // bytes; every transport accepts this length
 
 }  // namespace
 
-// This rank cannot go on with it. Those that are done with it have the right values; the others
-// end with this error. All headers are here, so nothing of it can be taken for another's.
+// Members that have finished have correct results; all others end with this error. All headers have
+// arrived, so later messages cannot be confused with those of another collective.
 void Engine::cancel(Collective& collective) {
   const cgx_status_t status = collective.shortage->status();
   const std::string reason = cut(join("rank ", rank_, " cannot go on with collective ",
                                       collective.key, ": ", collective.shortage->what()),
-                                 kLongestNews);
+                                 kLongestReason);
   const Bytes message = write_cancel({collective.serial, {status, reason}});
   for (const int member : collective.members)
     if (member != rank_ && !lost_[member]) transport_->send_control(member, message);
@@ -38,7 +39,7 @@ void Engine::take(int source, const Cancel& cancel) {
   Collective& collective = *found->second.collective;
   if (collective.agreed)
     finish(collective, cancel.reason.status, cancel.reason.message);
-  else  // it ends with the last header
+  else  // ends when the last header arrives
     collective.headers[source]->refused = cancel.reason;
 }
 
@@ -49,9 +50,9 @@ bool Engine::waits_for(const Collective& collective, int rank) const {
   return !collective.headers[rank] || (collective.agreed && collective.algorithm->waits_for(rank));
 }
 
-// A peer's loss ends nothing by itself: what it sent before it went has been delivered, and may be
-// all that the collectives in flight need. Those that need more, now or later, find it missing; so
-// do those that failed there.
+// The loss of a peer alone ends nothing: its earlier messages have been delivered, and may be all
+// that the collectives in flight need. Those that need more will fail, as will those that failed on
+// the peer.
 void Engine::on_peer_lost(int rank, Loss how, const std::string& reason) {
   if (lost_[rank]) return;
   lost_[rank] = {how, reason};
@@ -64,7 +65,7 @@ void Engine::on_peer_lost(int rank, Loss how, const std::string& reason) {
   changed_.notify_all();
 }
 
-// Who gave up has named the rank that it gave up for.
+// The reason of a peer that gave up names the lost rank already.
 std::string Engine::loss_text(int rank) const {
   const auto& [how, reason] = *lost_[rank];
   return how == Loss::kGaveUp ? reason : join("rank ", rank, " is lost: ", reason);
@@ -78,8 +79,8 @@ void Engine::take(int source, const Abort& abort) {
   on_peer_lost(source, Loss::kGaveUp, abort.reason);
 }
 
-// It has failed at its source, so it must not end well here, even if all values are here: as if it
-// had not been announced, it waits for a rank that is lost.
+// The collective has failed on its source, so it must not succeed here even if all values have
+// arrived. Treats it as not announced by that rank, so that it waits for a lost rank.
 void Engine::retract(Collective& collective, int source) {
   incoming_.erase(incoming_key(source, collective.headers[source]->serial));
   collective.headers[source].reset();
@@ -88,7 +89,8 @@ void Engine::retract(Collective& collective, int source) {
   dequeue(collective);
 }
 
-// The same for what this rank has not started: without it, they cannot have ended well there.
+// The same for collectives that have not started here: without this rank they cannot have succeeded
+// on the source.
 void Engine::forget_early(int source) {
   for (auto it = uses_.begin(); it != uses_.end();) {
     Uses& uses = it->second;
@@ -102,8 +104,8 @@ void Engine::check_waits() {
   for (const auto& [key, collective] : running_) {
     for (const int member : collective->members) {
       if (!lost_[member] || !waits_for(*collective, member)) continue;
-      const bool told = lost_[member]->how == Loss::kGaveUp;
-      fail_all(CGX_PEER_FAILED, loss_text(member), nullptr, told);
+      const bool from_peer = lost_[member]->how == Loss::kGaveUp;
+      fail_all(CGX_PEER_FAILED, loss_text(member), nullptr, from_peer);
       return;
     }
     if (now_ < collective->deadline) continue;
@@ -118,7 +120,8 @@ void Engine::check_waits() {
 
 // ---- inquiry -------------------------------------------------------------------------------
 
-// Who has not started it is known: it lacks a header. Else the deadline is put off for a moment.
+// Extends the deadline by a moment. Not needed for ranks that have not started: their headers are
+// missing.
 void Engine::inquire(Collective& collective) {
   collective.answers.resize(size_);
   collective.deadline =
@@ -149,8 +152,8 @@ std::vector<int32_t> Engine::awaited(const Collective& collective) const {
   return ranks;
 }
 
-// Follows those that this rank waits for to those that they wait for, and so on. The end of such a
-// chain is late: it does not answer, or waits for nobody.
+// Follows the ranks that this rank waits for to those that they wait for, transitively. The ends of
+// these chains are late: they do not answer, or wait for no rank.
 std::set<int> Engine::late(const Collective& collective) const {
   std::set<int> late, seen{rank_};
   std::vector<int32_t> next = awaited(collective);
@@ -170,7 +173,7 @@ std::string Engine::describe_wait(const Collective& collective) const {
       join("collective ", collective.key, " did not end within ", collective.timeout.count(), " s");
   if (collective.agreed) {
     std::set<int> blamed = late(collective);
-    if (blamed.empty())  // all answer, and wait in a circle
+    if (blamed.empty())  // all answer, and wait in a cycle
       for (const int rank : awaited(collective)) blamed.insert(rank);
     for (const int rank : blamed)
       text += join("; rank ", rank,
@@ -194,12 +197,12 @@ std::string Engine::describe_wait(const Collective& collective) const {
   return text;
 }
 
-void Engine::tell_abort(const std::string& news) {
+void Engine::send_abort(const std::string& message) {
   std::vector<uint32_t> serials;
   for (const auto& [key, collective] : running_) serials.push_back(collective->serial);
   do {
     const size_t rest = serials.size() - std::min(serials.size(), kMostAborted);
-    const Bytes abort = write_abort({news, {serials.begin() + rest, serials.end()}});
+    const Bytes abort = write_abort({message, {serials.begin() + rest, serials.end()}});
     for (int peer = 0; peer < size_; ++peer)
       if (peer != rank_ && !lost_[peer]) transport_->send_control(peer, abort);
     serials.resize(rest);
@@ -207,19 +210,21 @@ void Engine::tell_abort(const std::string& news) {
 }
 
 void Engine::fail_all(cgx_status_t status, const std::string& reason, Collective* cause,
-                      bool told) {
+                      bool from_peer) {
   {
     const std::lock_guard lock(mutex_);
     if (failed_.exchange(true)) return;
     closed_ = true;
     close_reason_ = reason;
   }
-  // Peers first: their collectives wait for this rank. What was told is passed on as it is.
-  const std::string news =
-      cut(told ? reason : join("rank ", rank_, " gave up: ", reason), kLongestNews);
+  // Notify peers first: their collectives wait for this rank. Reasons from peers are passed on
+  // unchanged.
+  const std::string message =
+      cut(from_peer ? reason : join("rank ", rank_, " gave up: ", reason), kLongestReason);
   try {
-    tell_abort(news);
-  } catch (const std::exception&) {  // the transport may be what failed; leave() tells them too
+    send_abort(message);
+  } catch (const std::exception&) {  // the transport itself may have failed; leave() notifies
+                                     // peers, too
   }
   while (!running_.empty()) {
     Collective& collective = *running_.begin()->second;
@@ -232,8 +237,8 @@ void Engine::fail_all(cgx_status_t status, const std::string& reason, Collective
   }
   uses_.clear();
   try {
-    transport_->leave(false, news);
-  } catch (const std::exception&) {  // peers find out at their deadline
+    transport_->leave(false, message);
+  } catch (const std::exception&) {  // peers time out
   }
 }
 

@@ -10,7 +10,7 @@ namespace {
 enum class Kind : uint8_t { kHeader = 1, kAbort = 2, kCancel = 3, kAsk = 4, kAnswer = 5 };
 
 struct FixedHeader {
-  uint32_t kind_and_turn;  // kind: the first byte
+  uint32_t kind_and_turn;  // kind is the first byte
   uint32_t serial;
   uint64_t occurrence;
   uint32_t name_bytes;
@@ -32,16 +32,16 @@ struct FixedCancel {
 struct FixedAbort {
   uint8_t kind;
   uint8_t reserved[3];
-  uint32_t count;  // of serials, which follow; then the reason
+  uint32_t count;  // of the serials that follow; the reason comes after them
 };
 
-struct FixedInquiry {  // of an ask, and of an answer, which ranks follow
+struct FixedInquiry {  // an ask; or an answer, followed by ranks
   uint8_t kind;
   uint8_t reserved[3];
   uint32_t serial;
 };
 
-// A message: its fixed part, then texts and bytes of any length.
+// Writes a message: the fixed part, then fields of any length.
 template <typename Fixed, typename... Fields>
 Bytes write(const Fixed& fixed, const Fields&... fields) {
   Bytes message;
@@ -54,15 +54,14 @@ Bytes write(const Fixed& fixed, const Fields&... fields) {
   return message;
 }
 
-// Takes fields off a message, none beyond its end.
+// Reads fields from a message, with bounds checks.
 class Reader {
  public:
   Reader(int source, std::span<const std::byte> message) : source_(source), rest_(message) {}
 
   std::span<const std::byte> bytes(size_t count) {
     require(count <= rest_.size(), CGX_PEER_FAILED, "rank ", source_,
-            " sent a control message that ends too early: ", rest_.size(), " bytes instead of ",
-            count);
+            " sent a truncated control message: ", rest_.size(), " bytes instead of ", count);
     const auto taken = rest_.first(count);
     rest_ = rest_.subspan(count);
     return taken;
