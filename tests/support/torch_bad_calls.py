@@ -110,5 +110,5 @@ BAD_CALLS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "packed without name": (_start("op=sum depth=0 bits=4"), ValueError, "is not a packed call"),
     "packed without depth": (_start("op=sum depth= bits=4 name="), ValueError, "not a packed call"),
     "packed bits": (_start("op=sum depth=0 bits=9 name="), ValueError, "bits is 9"),
-    "start without seed": (_start_without_seed, ValueError, "needs seed.*draw_seed"),
+    "start without seed": (_start_without_seed, ValueError, "needs a seed.*draw_seed"),
 }

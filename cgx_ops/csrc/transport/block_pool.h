@@ -1,4 +1,4 @@
-// Memory for messages, kept for reuse: fresh memory is paid for page by page. Any thread may call.
+// A pool of message memory. Reuse avoids page faults in fresh memory. Thread-safe.
 #pragma once
 
 #include <cstddef>

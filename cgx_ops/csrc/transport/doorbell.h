@@ -1,9 +1,8 @@
-// A doorbell: one word that a rank sleeps on and its peers ring, across threads or processes
-// (futex).
+// A doorbell (futex): a word that a rank sleeps on and its peers ring, across threads or processes.
 //
-// The sleeper reads the count, looks for work once more, then sleeps only while the count stands; a
-// ringer makes its work visible, then counts up. So no ring is lost, and nobody awake costs a call
-// into the kernel.
+// The sleeper reads the count, polls for work once more, then sleeps only while the count is
+// unchanged. A ringer publishes its work, then increments the count. So no ring is lost, and
+// ringing an awake rank needs no system call.
 #pragma once
 
 #include <linux/futex.h>

@@ -1,4 +1,4 @@
-// A descriptor that is closed with its owner.
+// A file descriptor that is closed with its owner.
 #pragma once
 
 #include <unistd.h>

@@ -22,13 +22,13 @@ std::string read_machine() {
   std::string boot;
   std::ifstream file("/proc/sys/kernel/random/boot_id");
   require(file || errno != EMFILE, CGX_SYSTEM,
-          "no descriptor is left to learn which machine this is: raise the limit of open files "
+          "no file descriptor is free to identify this machine: raise the limit of open files "
           "(ulimit -n)");
   std::getline(file, boot);
   return std::string(name) + "|" + boot + "|" + pid_namespace;
 }
 
-// Read once: later this process may have no descriptor left to read it with, and would be another.
+// Read once. If no descriptor were free later, this rank would appear to be on a different machine.
 const std::string& machine() {
   static const std::string text = read_machine();
   return text;

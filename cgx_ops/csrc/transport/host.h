@@ -1,4 +1,4 @@
-// Which host this rank is on: by default the machine, else what CGX_HOST_ID says.
+// Identifies the host of this rank: the machine, or CGX_HOST_ID if it is set.
 #pragma once
 
 #include <array>
@@ -7,11 +7,11 @@ namespace cgx {
 
 using Host = std::array<char, 192>;
 
-// Ranks with equal hosts are one host's (base/topology.h).
+// Ranks with equal values are on one host (base/topology.h).
 Host this_host();
 
-// Ranks with equal memories can share memory by process id: one host name, boot and PID namespace,
-// and one host.
+// Ranks with equal values can share memory by process id: they have one host name, boot, PID
+// namespace and CGX_HOST_ID.
 Host this_memory();
 
 }  // namespace cgx

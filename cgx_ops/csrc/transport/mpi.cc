@@ -1,5 +1,5 @@
-// The entry of libcgx_mpi.so: MPI of the process, up, down, and an allgather for the bootstrap of
-// the world.
+// The entry of libcgx_mpi.so: initialization and finalization of MPI, and the all-gather that
+// bootstraps the world.
 #include "transport/mpi.h"
 
 #include <mpi.h>
@@ -22,7 +22,7 @@ namespace {
 constexpr auto kFinalizeGrace = std::chrono::seconds(5);
 
 bool started_by_us = false;
-bool broken = false;  // a collective call of the bring-up did not end: ranks are out of step
+bool broken = false;  // a collective call of start() failed, so ranks are out of step
 std::atomic<bool> left_behind = false;
 MpiJob job;
 
@@ -32,7 +32,7 @@ bool initialized() {
   return flag != 0;
 }
 
-// Completes a non-blocking operation, or throws when the time is over.
+// Completes a non-blocking operation, or throws after the timeout.
 void complete(MPI_Request* request, const char* call, std::chrono::duration<double> timeout) {
   const auto deadline = std::chrono::steady_clock::now() + timeout;
   for (int done = 0;;) {
@@ -44,8 +44,8 @@ void complete(MPI_Request* request, const char* call, std::chrono::duration<doub
   }
 }
 
-// Open MPI's shared-memory files lose their names in MPI_Finalize. Where that did not come to its
-// end they are taken from /dev/shm here: this process's own, and those of peers that it has mapped.
+// MPI_Finalize unlinks Open MPI's shared-memory files. If it did not complete, unlink them here:
+// this process's own, and those of peers that it has mapped.
 void remove_shared_files() {
   std::ifstream maps("/proc/self/maps");
   for (std::string line; std::getline(maps, line);) {
@@ -75,7 +75,8 @@ bool mpi_finalized() {
 
 void require_mpi() {
   require(!mpi_finalized(), CGX_SYSTEM,
-          "MPI was finalized while cgx used it: call cgx_finalize, or close communicators, before");
+          "MPI was finalized while cgx was using it: call cgx_finalize, or close all "
+          "communicators, before MPI_Finalize");
 }
 
 const MpiJob& mpi_job() { return job; }
@@ -99,7 +100,7 @@ class OpenMpi final : public Mpi {
 
 MpiWorld OpenMpi::start(std::chrono::duration<double> timeout) {
   require(!mpi_finalized(), CGX_SYSTEM,
-          "MPI was finalized in this process; initialize cgx before that, and finalize it after");
+          "MPI was finalized in this process: initialize cgx before MPI_Finalize");
   int level = 0;
   if (initialized()) {
     MPI_Query_thread(&level);
@@ -107,16 +108,16 @@ MpiWorld OpenMpi::start(std::chrono::duration<double> timeout) {
     check_mpi(MPI_Init_thread(nullptr, nullptr, MPI_THREAD_MULTIPLE, &level), "MPI_Init_thread");
     started_by_us = true;
   }
-  require(level == MPI_THREAD_MULTIPLE, CGX_SYSTEM, "MPI gives thread level ", level,
-          ", cgx needs MPI_THREAD_MULTIPLE (", MPI_THREAD_MULTIPLE,
+  require(level == MPI_THREAD_MULTIPLE, CGX_SYSTEM, "MPI was initialized with thread level ", level,
+          ", but cgx needs MPI_THREAD_MULTIPLE (", MPI_THREAD_MULTIPLE,
           "): initialize MPI with it, or let cgx initialize MPI");
   MpiWorld mine;
   MPI_Comm_rank(MPI_COMM_WORLD, &mine.rank);
   MPI_Comm_size(MPI_COMM_WORLD, &mine.size);
   require(!broken, CGX_SYSTEM,
-          "an earlier attempt to bring up cgx over MPI failed in this process: restart the job");
+          "an earlier attempt to start cgx over MPI failed in this process: restart the job");
   if (job.ready) return mine;
-  broken = true;  // until it has worked
+  broken = true;  // until it succeeds
   MPI_Request request;
   for (MPI_Comm* comm : {&job.world, &job.messages}) {
     check_mpi(MPI_Comm_idup(MPI_COMM_WORLD, comm, &request), "MPI_Comm_idup");
@@ -135,7 +136,7 @@ MpiWorld OpenMpi::start(std::chrono::duration<double> timeout) {
 void OpenMpi::finish(bool healthy, std::chrono::duration<double> timeout) {
   if (!started_by_us || mpi_finalized()) return;
   const bool sound = healthy && !left_behind;
-  // A helper may be left behind in MPI_Finalize: it dies with the process.
+  // If MPI_Finalize blocks, its thread is abandoned and ends with the process.
   auto done = std::make_shared<Doorbell>();
   const uint32_t seen = done->count.load();
   std::thread([done, sound] {

@@ -1,7 +1,7 @@
-// MPI as the core uses it. The code that calls MPI is the library libcgx_mpi.so. load_mpi.cc opens
-// it when a process belongs to an MPI job, so that all other processes load no libmpi.
+// The core's interface to MPI. Only the library libcgx_mpi.so calls MPI. load_mpi.cc opens it if
+// the process belongs to an MPI job, so that other processes do not load libmpi.
 //
-// Both libraries come from one build: C++ objects and exceptions may cross between them.
+// Both libraries come from one build, so C++ objects and exceptions may be passed between them.
 #pragma once
 
 #include <chrono>
@@ -13,7 +13,7 @@
 
 namespace cgx {
 
-// MPI cannot wake a thread: one that waits for MPI sleeps this long between two polls.
+// MPI cannot wake a thread, so waiting threads poll at this interval.
 constexpr auto kMpiPollInterval = std::chrono::microseconds(100);
 
 struct MpiWorld {
@@ -21,39 +21,42 @@ struct MpiWorld {
   int size = 1;
 };
 
-// One object per process. Throws Error.
+// One object per process. All functions throw Error.
 class Mpi {
  public:
   virtual ~Mpi() = default;
-  // Initializes MPI (thread level MULTIPLE) unless somebody did. Throws if the level is lower.
+  // Initializes MPI with MPI_THREAD_MULTIPLE unless it is initialized. Throws if MPI's thread level
+  // is lower.
   virtual MpiWorld start(std::chrono::duration<double> timeout) = 0;
-  // Finalizes MPI if start() initialized it. MPI_Finalize may wait for ranks that never come, so it
-  // is abandoned after the timeout, and after a failure within a few seconds.
+  // Finalizes MPI if start() initialized it. MPI_Finalize may wait for lost ranks forever, so it is
+  // abandoned after the timeout, or within a few seconds after a failure.
   virtual void finish(bool healthy, std::chrono::duration<double> timeout) = 0;
-  // All ranks' blobs of equal size, over MPI_COMM_WORLD; throws when the timeout passes.
+  // Returns the blobs of all ranks of MPI_COMM_WORLD, which have equal sizes. Throws after the
+  // timeout.
   virtual Bytes allgather(const Bytes& mine, std::chrono::duration<double> timeout) = 0;
-  // Null while MPI is not up.
+  // Null if MPI is not initialized.
   virtual std::unique_ptr<Connector> make_connector(int rank) = 0;
   virtual std::unique_ptr<MpiMessages> make_messages() = 0;
-  // First line of MPI_Get_library_version.
+  // The first line of MPI_Get_library_version.
   virtual std::string library() = 0;
-  // Whether it takes addresses of NVIDIA GPUs' memory: the library's answer once MPI is up, before
-  // that the one in its headers.
+  // Whether MPI accepts addresses in NVIDIA GPU memory: as MPI reports it at run time or, before
+  // MPI is initialized, as its headers do.
   virtual bool cuda_aware() = 0;
 };
 
-// Whether this process belongs to an MPI job: launched by mpirun, or MPI is already initialized.
-// Throws if another MPI library is loaded.
+// Whether this process belongs to an MPI job: mpirun launched it, or MPI is initialized. Throws if
+// a different MPI library is loaded.
 bool mpi_wanted();
-// Opens libcgx_mpi.so, and with it libmpi, at the first call. Throws if it cannot, or if another
-// MPI library is loaded.
+// Opens libcgx_mpi.so and libmpi on the first call. Throws if it cannot, or if a different MPI
+// library is loaded.
 Mpi& open_mpi();
 // Null until open_mpi() has returned.
 Mpi* opened_mpi();
-// Where libmpi is. By default the dynamic linker finds it.
+// Sets the path of libmpi. By default the dynamic linker searches for it.
 void set_mpi_path(std::string path);
 
-// What libcgx_mpi.so exports. Null if `version` is not its own CGX_VERSION.
+// The function that libcgx_mpi.so exports. Returns null if `version` differs from its own
+// CGX_VERSION.
 constexpr const char* kMpiEntry = "cgx_mpi";
 using MpiEntry = Mpi*(const char* version);
 

@@ -18,8 +18,8 @@
 namespace cgx {
 namespace {
 
-// MPI promises no more, so they are given in turns: who is connected still when 32,768 more have
-// been made shares a tag with one of them, and must not have messages on their way with it at once.
+// The number of tags that every MPI supports. Tags are assigned in turn: two endpoints that are
+// 32,768 apart share one, and must not have messages in flight at the same time.
 constexpr int kTags = 32768;
 std::atomic<unsigned> next_tag{0};
 
@@ -45,7 +45,7 @@ bool tells_of_death(int code) {
 #endif
 }
 
-// What is pending, and has been since the last time that nothing was.
+// Pending messages, and messages that ended since the last time that nothing was pending.
 struct Sets {
   using Memory = MpiMessages::Memory;
   struct Message {
@@ -54,7 +54,7 @@ struct Sets {
     Memory memory;
   };
 
-  // Makes room for one more, so that nothing can fail for want of memory once MPI has it.
+  // Reserves all memory in advance, so that no allocation can fail after MPI has the message.
   void add(int peer, bool received, Memory memory) {
     messages.push_back({peer, received, std::move(memory)});
     requests.push_back(MPI_REQUEST_NULL);
@@ -62,9 +62,9 @@ struct Sets {
     statuses.resize(requests.size());
   }
 
-  std::vector<MPI_Request> requests;  // null: has ended
+  std::vector<MPI_Request> requests;  // null: ended
   std::vector<Message> messages;
-  std::vector<int> ended;  // of the last test: indices, and how they ended
+  std::vector<int> ended;  // of the last test: indices and statuses
   std::vector<MPI_Status> statuses;
 };
 
@@ -84,12 +84,12 @@ class JobMessages final : public MpiMessages {
  private:
   struct Peer {
     int rank;  // in the job
-    int tag;   // of messages to it
+    int tag;   // for messages to it
   };
 
   void require_success(int code, int peer) const;
 
-  const int tag_;  // of messages to this rank
+  const int tag_;  // for messages to this rank
   std::vector<Peer> peers_;
   std::unique_ptr<Sets> sets_;
   int pending_ = 0;
@@ -116,12 +116,12 @@ bool JobMessages::connect(const std::vector<Bytes>& addresses) {
 }
 
 void JobMessages::send(int peer, Memory from, size_t bytes) {
-  require(bytes <= INT_MAX, CGX_INTERNAL, "a message of ", bytes, " bytes for MPI");
+  require(bytes <= INT_MAX, CGX_INTERNAL, "an MPI message of ", bytes, " bytes is too long");
   std::byte* const at = from.get();
   sets_->add(peer, false, std::move(from));
   MPI_Request request = MPI_REQUEST_NULL;
-  // Synchronous: one that MPI has only buffered might need further calls of this rank to arrive,
-  // and there may be none for long.
+  // Synchronous mode: a message that MPI has only buffered might need further calls of this rank to
+  // arrive.
   require_success(MPI_Issend(at, static_cast<int>(bytes), MPI_BYTE, peers_[peer].rank,
                              peers_[peer].tag, mpi_job().world, &request),
                   peer);
@@ -130,7 +130,7 @@ void JobMessages::send(int peer, Memory from, size_t bytes) {
 }
 
 void JobMessages::receive(int peer, Memory to, size_t bytes) {
-  require(bytes <= INT_MAX, CGX_INTERNAL, "a message of ", bytes, " bytes for MPI");
+  require(bytes <= INT_MAX, CGX_INTERNAL, "an MPI message of ", bytes, " bytes is too long");
   std::byte* const at = to.get();
   sets_->add(peer, true, std::move(to));
   MPI_Request request = MPI_REQUEST_NULL;
@@ -156,7 +156,7 @@ bool JobMessages::progress() {
                                 ended.data(), statuses.data());
   if (count == MPI_UNDEFINED) count = 0;
   pending_ -= count;
-  for (int i = 0; i < count; ++i) requests[ended[i]] = MPI_REQUEST_NULL;  // also what has failed
+  for (int i = 0; i < count; ++i) requests[ended[i]] = MPI_REQUEST_NULL;  // also failed ones
   if (code != MPI_SUCCESS) {
     for (int i = 0; i < count; ++i) require_success(statuses[i].MPI_ERROR, messages[ended[i]].peer);
     check_mpi(code, "MPI_Testsome");
@@ -178,7 +178,7 @@ void JobMessages::abandon(std::chrono::duration<double> at_most) {
       bool moved = false;
       try {
         moved = progress();
-      } catch (const Error&) {  // it has ended, too
+      } catch (const Error&) {  // a failed message has ended, too
       }
       if (!moved) std::this_thread::sleep_for(kMpiPollInterval);
     }

@@ -23,7 +23,7 @@ std::span<const std::byte> MpiMessage::payload() const {
 }
 
 MpiPost& MpiPost::instance() {
-  static auto* post = new MpiPost;  // never destroyed: MPI may still write to what is in it
+  static auto* post = new MpiPost;  // never destroyed: MPI may still write to its messages
   return *post;
 }
 
@@ -76,8 +76,7 @@ void MpiPost::probe() {
   }
 }
 
-// A message is put into its box only when those that its sender sent before have been. One sender's
-// do not wait for another's, which may stand still.
+// Delivers the messages of each sender in order. A slow sender does not delay others.
 void MpiPost::deliver() {
   std::set<int> unfinished;  // senders
   for (auto it = receiving_.begin(); it != receiving_.end();) {
@@ -104,7 +103,7 @@ void MpiPost::put(MpiMessage message) {
   if (!to) {
     blocks_.give_back(std::move(message.block), message.size);
     require(whole, CGX_PEER_FAILED, "rank ", message.sender, " of the MPI job sent ", message.size,
-            " bytes, which are no message of cgx");
+            " bytes, which are not a message of cgx");
     return;
   }
   {
@@ -114,7 +113,8 @@ void MpiPost::put(MpiMessage message) {
   to->bell.ring();
 }
 
-// Asks a fault-tolerant MPI (mpirun --with-ft ulfm) who died. False if nobody did.
+// Asks a fault-tolerant MPI (mpirun --with-ft ulfm) which processes have died. Returns false if
+// none have.
 bool MpiPost::learn_of_deaths() {
   bool any = false;
 #if defined(OMPI_HAVE_MPI_EXT_FTMPI) && OMPI_HAVE_MPI_EXT_FTMPI

@@ -1,9 +1,9 @@
-// The messages of all of this process's communicators over MPI. They share one communicator of MPI:
-// making one for each would be a collective call, which has no deadline, and freeing it another.
+// Messages of all cgx communicators of this process over MPI. They share one MPI communicator,
+// because creating and freeing others would be collective calls without deadlines.
 //
-// Every message begins with a prefix that names its cgx communicator. Whoever makes progress takes
-// in what has come for any of them, and puts it into the box that the prefix names; what is for
-// none (its communicator was closed here) is dropped.
+// Every message begins with a prefix that identifies its cgx communicator. Any thread that makes
+// progress receives the messages of all communicators and puts each into the box of its
+// communicator. Messages without a box are dropped: their communicator was closed here.
 #pragma once
 
 #include <mpi.h>
@@ -25,8 +25,8 @@
 namespace cgx {
 
 struct MpiPrefix {
-  uint64_t communicator;  // equal on its ranks, and no other's
-  uint32_t kind;          // the transport's own
+  uint64_t communicator;  // unique to the communicator, and equal on its ranks
+  uint32_t kind;          // used by the transport only
   uint32_t channel;
 };
 
@@ -34,29 +34,29 @@ struct MpiMessage {
   int sender;  // rank in the job
   uint32_t sequence;
   BlockPool::Block block;
-  size_t size;  // with the prefix
+  size_t size;  // includes the prefix
 
   MpiPrefix prefix() const;
   std::span<const std::byte> payload() const;
 };
 
-// What has come for one communicator.
+// Received messages of one communicator.
 struct MpiBox {
   std::mutex mutex;
   std::deque<MpiMessage> messages;
-  std::vector<int> dead;  // ranks in the job whose end MPI has told
-  Doorbell bell;          // rung when something is put in
+  std::vector<int> dead;  // ranks in the job that MPI has reported as dead
+  Doorbell bell;          // rung when a message is added
 };
 
 class MpiPost {
  public:
   static MpiPost& instance();
 
-  // The box is open as long as its owner keeps it. Messages for it are put in from now on.
+  // Opens the box of a communicator. Messages are received for it while its owner keeps it.
   std::shared_ptr<MpiBox> open(uint64_t communicator);
 
-  // Moves what can be moved without waiting. If another thread does, that is enough. Throws
-  // Error(CGX_SYSTEM).
+  // Makes progress without blocking. Returns immediately if another thread is making progress.
+  // Throws Error(CGX_SYSTEM).
   void progress();
 
   BlockPool& blocks() { return blocks_; }

@@ -1,9 +1,8 @@
-// The MPI transport: every message is a non-blocking send; what comes is taken in by the post that
-// this process's communicators share (transport/mpi_post.h). A message carries its sequence in its
-// tag; MPI keeps the order between two ranks.
+// The MPI transport. Every message is a non-blocking send. MpiPost receives for all communicators
+// of this process. The tag of a message is its sequence; MPI preserves the order between two ranks.
 //
-// Messages are at most a chunk (32 KiB of payload), which Open MPI sends eagerly over TCP: large
-// single sends use one direction of the link at a time and take twice as long.
+// Messages are at most a chunk (32 KiB of payload), which Open MPI sends eagerly over TCP. Larger
+// single sends use only one direction of the link at a time and take twice as long.
 #include <mpi.h>
 
 #include <algorithm>
@@ -27,7 +26,7 @@
 namespace cgx {
 namespace {
 
-constexpr int kSendWindow = 16;  // sends handed to MPI per destination
+constexpr int kSendWindow = 16;  // sends passed to MPI at a time, per destination
 constexpr auto kFarewell = std::chrono::seconds(1);
 
 enum Kind : uint32_t { kControl = 1, kBulk = 2, kBye = 3 };
@@ -36,7 +35,7 @@ static_assert(sizeof(MpiPrefix) <= kHeadroom);
 
 class MpiTransport : public Transport, private Arrival::Release {
  public:
-  // ranks_in_job: by rank.
+  // `ranks_in_job`: by rank.
   MpiTransport(uint64_t communicator, int rank, const std::vector<int>& ranks_in_job)
       : communicator_(communicator),
         rank_(rank),
@@ -48,7 +47,7 @@ class MpiTransport : public Transport, private Arrival::Release {
     }
   }
 
-  // What MPI has not sent yet is left to it, with its memory.
+  // Leaks unfinished sends and their memory, because MPI may still use them.
   ~MpiTransport() override {
     if (!sending() && abandoned_.empty()) return;
     new std::pair(std::move(links_), std::move(abandoned_));  // NOLINT
@@ -75,7 +74,7 @@ class MpiTransport : public Transport, private Arrival::Release {
   void send(int destination, Slot slot, const BufferRef& buffer, size_t bytes,
             const std::shared_ptr<SendState>& state) override {
     require(bytes <= INT_MAX - sizeof(MpiPrefix), CGX_UNSUPPORTED, "a bucket of ", bytes,
-            " bytes does not fit into an MPI message: choose a smaller bucket_size");
+            " bytes does not fit into an MPI message: reduce bucket_size");
     state->begin(destination);
     queue(destination, {{communicator_, kBulk, slot.channel}, slot.sequence, buffer, bytes, state});
   }
@@ -94,7 +93,7 @@ class MpiTransport : public Transport, private Arrival::Release {
   void wake() override { box_->bell.ring(); }
 
   bool flushed() const override {
-    // Who has left, or has cancelled the collective too, may never take in what is under way.
+    // Peers that have left, or have cancelled the collective, may never receive messages in flight.
     const auto over = [](const Outgoing& message) {
       return message.state && message.state->given_up();
     };
@@ -160,7 +159,7 @@ class MpiTransport : public Transport, private Arrival::Release {
         link.sending.pop_back();
         continue;
       }
-      // All destinations of a buffer get the same prefix, so it may be under way already.
+      // The prefix is equal for all destinations, and the buffer may be in flight already.
       std::byte* const begin = message.buffer->data - sizeof(MpiPrefix);
       if (std::memcmp(begin, &message.prefix, sizeof(MpiPrefix)) != 0)
         std::memcpy(begin, &message.prefix, sizeof(MpiPrefix));
@@ -223,7 +222,7 @@ class MpiTransport : public Transport, private Arrival::Release {
   void deliver(MpiMessage message, Sink& sink) {
     const auto found = rank_of_.find(message.sender);
     require(found != rank_of_.end(), CGX_PEER_FAILED, "rank ", message.sender,
-            " of the MPI job, which is not of this communicator, sent it a message");
+            " of the MPI job, which is not a rank of this communicator, sent it a message");
     const int source = found->second;
     if (links_[source].lost) return;
     const MpiPrefix prefix = message.prefix();
@@ -285,7 +284,7 @@ class MpiTransport : public Transport, private Arrival::Release {
 struct Offer {
   uint64_t job;
   int64_t rank_in_job;
-  uint64_t serial;  // of the communicator, on this rank
+  uint64_t serial;  // number of the communicator on this rank
 
   static Offer read(const Bytes& bytes) { return from_bytes<Offer>(bytes, "an offer of MPI"); }
 };
@@ -307,16 +306,16 @@ class MpiConnector : public Connector {
     for (size_t peer = 0; peer < offers.size(); ++peer) {
       const Offer offer = Offer::read(offers[peer]);
       if (offer.job != Offer::read(offers[0]).job)
-        return join("rank ", peer, " belongs to another MPI job than rank 0");
+        return join("rank ", peer, " belongs to a different MPI job than rank 0");
       if (!ranks_in_job.insert(offer.rank_in_job).second)
-        return join("rank ", peer, " lives in the process of another rank");
+        return join("rank ", peer, " is in the same process as another rank");
     }
     return "";
   }
 
   std::unique_ptr<Transport> connect(const std::vector<Bytes>& offers, const Reach&) override {
     std::vector<int> ranks_in_job;
-    uint64_t communicator = fnv1a({});  // of what every rank says of it: no two are equal
+    uint64_t communicator = fnv1a({});  // a hash of all ranks' offers, which are unique
     for (const Bytes& offer : offers) {
       ranks_in_job.push_back(static_cast<int>(Offer::read(offer).rank_in_job));
       communicator = fnv1a(offer, communicator);

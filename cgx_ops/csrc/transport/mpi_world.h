@@ -1,4 +1,4 @@
-// Declarations that the files of libcgx_mpi.so share, some in MPI's own types.
+// Declarations shared by the files of libcgx_mpi.so, some with MPI types.
 #pragma once
 
 #include <mpi.h>
@@ -14,21 +14,21 @@
 namespace cgx {
 
 struct MpiJob {
-  std::atomic<bool> ready = false;  // what follows is there
-  // Our duplicates of MPI_COMM_WORLD: one for what is addressed by tag, one for the post.
+  std::atomic<bool> ready = false;  // the members below are set
+  // Duplicates of MPI_COMM_WORLD: one for messages addressed by tag, one for MpiPost.
   MPI_Comm world = MPI_COMM_NULL, messages = MPI_COMM_NULL;
-  uint64_t number = 0;  // equal on the ranks of one job, and only there
+  uint64_t number = 0;  // identifies the job; equal on its ranks
 };
 
 const MpiJob& mpi_job();
 bool mpi_finalized();
-void require_mpi();  // throws Error(CGX_SYSTEM) once it is finalized
+void require_mpi();  // throws Error(CGX_SYSTEM) if MPI has been finalized
 std::string mpi_text(int code);
-void check_mpi(int code, const char* call);  // throws Error(CGX_SYSTEM)
-// Messages were begun that may never end, and MPI_Finalize may wait for them, too.
+void check_mpi(int code, const char* call);  // throws Error(CGX_SYSTEM) unless the call succeeded
+// Records that some messages may never end, so that MPI_Finalize may wait forever.
 void mpi_leave_behind();
 
-std::unique_ptr<Connector> make_connector_of_job(int rank);  // null while MPI is not up
+std::unique_ptr<Connector> make_connector_of_job(int rank);  // null if MPI is not initialized
 std::unique_ptr<MpiMessages> make_messages_of_job();
 
 }  // namespace cgx

@@ -20,14 +20,14 @@ struct Own {
   }
 };
 
-// All that is called here is allowed between fork() and exec().
+// Calls only functions that are allowed between fork() and exec().
 void replace_in_child() {
   Own& own = Own::instance();
   const int nothing = open("/dev/null", O_RDWR | O_CLOEXEC);
   for (const int fd : own.descriptors) {
     if (nothing < 0)
       close(fd);
-    else  // the number stays taken: nothing else is closed for it later
+    else  // keeps the number in use, so that a later close() cannot hit another file
       dup3(nothing, fd, O_CLOEXEC);
   }
   if (nothing >= 0) close(nothing);
@@ -57,7 +57,7 @@ OwnDescriptor::OwnDescriptor(FileDescriptor fd) : fd_(std::move(fd)) {
 
 OwnDescriptor& OwnDescriptor::operator=(OwnDescriptor&& other) noexcept {
   forget(fd_.get());
-  fd_ = std::move(other.fd_);  // swaps: `other` closes what this one had
+  fd_ = std::move(other.fd_);  // swaps: `other` closes the previous descriptor
   return *this;
 }
 

@@ -1,6 +1,6 @@
-// Descriptors that are this process's own: a forked child (a data loader) gets /dev/null in their
-// place. A connection that children keep open would outlive a rank that is killed, and its peers
-// would wait for their deadline.
+// File descriptors that forked children do not inherit: a child (such as a data loader) gets
+// /dev/null instead. Otherwise a child would keep connections open after its rank was killed, and
+// peers would notice only at their deadline.
 #pragma once
 
 #include "transport/file_descriptor.h"

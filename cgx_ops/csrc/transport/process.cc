@@ -17,7 +17,7 @@ std::shared_ptr<Process> Process::of(pid_t pid) {
   const std::lock_guard lock(mutex);
   std::erase_if(*watched, [](const auto& entry) { return entry.second.expired(); });
   auto process = (*watched)[pid].lock();
-  // Else the number may be another's by now, or there is a descriptor for it by now.
+  // Otherwise the pid may have been reused, or a descriptor may be available now.
   if (process && process->has_descriptor() && process->alive()) return process;
   process.reset(new Process(pid));
   (*watched)[pid] = process;

@@ -1,5 +1,5 @@
-// Whether another process of this host still runs: one descriptor for each, however many
-// communicators ask.
+// Watches whether another process of this host is alive. All communicators share one descriptor per
+// process.
 #pragma once
 
 #include <sys/types.h>
@@ -20,7 +20,7 @@ class Process {
   bool has_descriptor() const { return pidfd_.get() >= 0; }
   explicit Process(pid_t pid);
   const pid_t pid_;
-  const FileDescriptor pidfd_;  // none on kernels without it, or where no descriptor is left
+  const FileDescriptor pidfd_;  // unset if the kernel lacks pidfds, or no descriptor was free
 };
 
 }  // namespace cgx

@@ -1,7 +1,7 @@
-// A ring of frames between one writer and one reader, in memory both can map.
+// A ring buffer of frames between one writer and one reader, in shared memory.
 //
-// A frame is {uint32 size, uint32 type, body, padding to 8}. Positions only grow; the bytes wrap.
-// The reader believes no length that the writer has written.
+// A frame is {uint32 size, uint32 type, body, padding to 8}. Positions increase monotonically;
+// bytes wrap around. The reader validates all lengths.
 #pragma once
 
 #include <algorithm>
@@ -22,7 +22,7 @@ struct Ring {
   alignas(64) std::atomic<uint64_t> read{0};
   alignas(64) std::byte bytes[kCapacity];
 
-  // False if there is no room yet.
+  // Returns false if there is no room.
   bool push(uint32_t type, std::span<const std::byte> body) {
     const uint64_t size = body.size();
     const uint64_t at = written.load(std::memory_order_relaxed);

@@ -17,12 +17,12 @@ struct BulkFrame {
   Slot slot;
   uint64_t segment, segment_bytes, offset, bytes, token;
 
-  // The bytes that it names lie in the segment.
+  // Whether the bytes are within the segment.
   bool fits() const { return offset <= segment_bytes && bytes <= segment_bytes - offset; }
 };
 
 constexpr size_t kSmallestBlock = 4 * 1024;
-constexpr size_t kLargestSharedBlock = 256 * 1024;  // larger blocks get a segment of their own
+constexpr size_t kLargestSharedBlock = 256 * 1024;  // larger blocks have their own segments
 constexpr size_t kBlocksPerSegment = 16;
 constexpr auto kAliveCheckInterval = std::chrono::milliseconds(50);
 
@@ -69,7 +69,7 @@ Buffer BufferPool::take(size_t bytes) {
     const size_t stride = kHeadroom + capacity;
     const auto segment = store_->create(count * stride);
     segments_[segment.id] = segment;
-    for (size_t i = count; i-- > 0;) {  // the lowest address is taken first
+    for (size_t i = count; i-- > 0;) {  // allocate from the lowest address
       const size_t offset = i * stride + kHeadroom;
       free.push_back({segment.memory.get() + offset, capacity, segment.id, offset});
     }
@@ -102,8 +102,8 @@ SharedMemoryTransport::SharedMemoryTransport(const char* name, int rank,
 }
 
 BufferRef SharedMemoryTransport::allocate(size_t bytes) {
-  // The pool, and its memory, outlive the buffers that collectives, or MPI (hybrid), still hold
-  // when the transport goes.
+  // Buffers keep the pool and its memory alive: collectives, or MPI (hybrid), may hold them longer
+  // than the transport exists.
   return {new Buffer(pool_->take(bytes)), [pool = pool_](Buffer* buffer) {
             pool->give_back(*buffer);
             delete buffer;
@@ -158,13 +158,13 @@ bool SharedMemoryTransport::flush(int destination) {
 }
 
 bool SharedMemoryTransport::progress(Sink& sink) {
-  // Read first: whatever is rung from here on ends the next wait() at once.
+  // Read the count first: any later ring ends the next wait() immediately.
   rings_seen_ = own_->doorbell.count.load(std::memory_order_seq_cst);
   bool worked = false;
   for (int peer = 0; peer < static_cast<int>(peers_.size()); ++peer) {
     if (peer == rank_ || peers_[peer].lost) continue;
     worked |= flush(peer);
-    // The state is read before the ring is drained: what a leaving peer sent comes first.
+    // Read the state before draining the ring, so that a leaving peer's messages are handled first.
     const uint32_t state = peers_[peer].control->state.load(std::memory_order_acquire);
     const bool died = peers_[peer].died.has_value();
     worked |= drain(peer, sink);
@@ -185,7 +185,7 @@ bool SharedMemoryTransport::drain(int source, Sink& sink) {
   for (bool worked = false;; worked = true) {
     const auto popped = own_->inbox[source].pop(&type, &scratch_);
     require(popped != Ring::Popped::kMalformed, CGX_PEER_FAILED, "rank ", source,
-            " has left nonsense in its ring");
+            " wrote a malformed frame to its ring");
     if (popped == Ring::Popped::kNothing) return worked;
     handle(source, type, scratch_, sink);
   }
@@ -200,7 +200,7 @@ void SharedMemoryTransport::handle(int source, uint32_t type, std::span<const st
   const auto token = from_bytes<uint64_t>(body, "a release of rank ", source);
   const auto found = outstanding_.find(token);
   require(found != outstanding_.end() && found->second.destination == source, CGX_PEER_FAILED,
-          "rank ", source, " releases message ", token, ", which it does not have");
+          "rank ", source, " released message ", token, ", which it does not hold");
   found->second.state->release(source);
   outstanding_.erase(found);
 }
@@ -210,7 +210,7 @@ void SharedMemoryTransport::take_bulk(int source, std::span<const std::byte> bod
   require(frame.fits(), CGX_PEER_FAILED, "rank ", source, " sent a message of ", frame.bytes,
           " bytes at ", frame.offset, " in a segment of ", frame.segment_bytes);
   if (peers_[source].unreadable) return;
-  // Peers use its memory again once they see that this rank left.
+  // Peers reuse their memory once they see that this rank has left.
   if (own_->state.load(std::memory_order_relaxed) != ControlSegment::kHere)
     return release(source, frame.token);
   const std::byte* segment = nullptr;
@@ -218,8 +218,8 @@ void SharedMemoryTransport::take_bulk(int source, std::span<const std::byte> bod
     segment = store_->map(source, frame.segment, frame.segment_bytes, SegmentStore::Access::kRead);
   } catch (const Error& error) {
     if (error.status() == CGX_PEER_FAILED) {
-      // It is gone, with its memory. What its small messages say counts still: it may have
-      // cancelled the collective that this was of, and ended others well.
+      // The peer is gone, and so is its memory. Its control messages still count: it may have
+      // cancelled this collective, and others may have succeeded.
       peers_[source].unreadable = true;
       if (!peers_[source].died) peers_[source].died = error.what();
       return;

@@ -1,11 +1,11 @@
-// The protocol of ranks that can read each other's memory, whether they are threads or processes.
+// The protocol of ranks that share memory, either threads or processes.
 //
-// Every rank has a control segment: its doorbell, its state and one inbox ring for each peer. Bulk
-// bytes stay where the sender encoded them; a small frame tells the receiver where, the receiver
-// decodes in place and answers with a release frame. So values cross without a copy, and buffers,
-// released quickly, are reused while they are still in the cache.
+// Every rank has a control segment: its doorbell, its state, and an inbox ring per peer. Bulk data
+// stays where the sender encoded it. A small frame tells the receiver the address; the receiver
+// decodes in place and answers with a release frame. So values are not copied, and buffers are
+// reused while they are in the cache.
 //
-// Where segments come from is the only difference between threads and processes: SegmentStore.
+// Threads and processes differ only in how they create segments: SegmentStore.
 #pragma once
 
 #include <deque>
@@ -23,19 +23,19 @@
 
 namespace cgx {
 
-// The memory file that holds a rank's segments: where it is, and what tells it from any other file
-// that may be found there later.
+// Identifies the memory file of a rank's segments, even if the descriptor is later reused for
+// another file.
 struct MemoryFile {
-  int64_t descriptor = -1;  // of the process that made it
+  int64_t descriptor = -1;  // in the process that created it
   uint64_t device = 0, inode = 0;
 };
 
-// What a rank tells its peers before it connects.
+// Sent to the peers before connecting.
 struct LocalOffer {
   Host memory;
   int64_t pid;
   MemoryFile file;
-  uint64_t control;  // the id of its control segment; never 0
+  uint64_t control;  // id of its control segment, never 0
 
   static LocalOffer read(std::span<const std::byte> bytes);
 };
@@ -43,30 +43,30 @@ struct LocalOffer {
 class SegmentStore {
  public:
   struct Segment {
-    std::shared_ptr<std::byte> memory;  // there for as long as anybody keeps it
+    std::shared_ptr<std::byte> memory;  // exists while anyone holds it
     size_t bytes = 0;
     uint64_t id = 0;
   };
   enum class Access { kRead, kWrite };
   virtual ~SegmentStore() = default;
-  // Zeroed memory that peers can map by its id, while the store is there. Throws
+  // Creates zeroed memory that peers can map by id while the store exists. Throws
   // Error(CGX_SYSTEM).
   virtual Segment create(size_t bytes) = 0;
-  // A peer's segment in this process. Throws Error: CGX_PEER_FAILED if it is not there, or is
-  // something else; CGX_SYSTEM if this process is short of something.
+  // Maps a peer's segment. Throws Error: CGX_PEER_FAILED if it does not exist or is not valid,
+  // CGX_SYSTEM if this process lacks a resource.
   virtual std::byte* map(int owner, uint64_t id, size_t bytes, Access access) = 0;
-  // The file that the segments are in, if any.
+  // The file of the segments, if there is one.
   virtual MemoryFile file() const { return {}; }
-  // Before anything of the peers is mapped. By rank; nothing for those that are not near.
+  // Sets the peers, by rank; nullopt for ranks that do not share memory. Call it before map().
   virtual void meet(const std::vector<std::optional<LocalOffer>>& /*peers*/) {}
-  // False once the peer's process has ended.
+  // False if the peer's process has ended.
   virtual bool alive(int peer) = 0;
 };
 
 class SharedMemoryConnector : public Connector {
  public:
   using Near = bool (*)(const LocalOffer&, const LocalOffer&);
-  // `near`: whether two ranks can share memory; `far`: what is said of one that cannot.
+  // `near`: whether two ranks can share memory. `far`: the error text for a rank that cannot.
   SharedMemoryConnector(const char* name, int rank, int size, std::unique_ptr<SegmentStore> store,
                         Near near, const char* far)
       : name_(name), rank_(rank), store_(std::move(store)), near_(near), far_(far) {
@@ -74,7 +74,7 @@ class SharedMemoryConnector : public Connector {
   }
   Bytes offer() const override;
   std::string refusal(const std::vector<Bytes>& offers) const override;
-  // Leaves out whoever is not near.
+  // Connects only ranks that share memory.
   std::unique_ptr<Transport> connect(const std::vector<Bytes>& offers, const Reach& reach) override;
 
  private:
@@ -87,8 +87,8 @@ class SharedMemoryConnector : public Connector {
   SegmentStore::Segment control_;
 };
 
-// Blocks of power-of-two sizes, each behind its headroom, cut from segments; memory is taken when
-// used and kept for reuse.
+// Allocates blocks of power-of-two sizes, each with headroom in front, from segments. Memory is
+// kept for reuse.
 class BufferPool {
  public:
   explicit BufferPool(SegmentStore* store) : store_(store) {}
@@ -102,7 +102,7 @@ class BufferPool {
   std::unordered_map<uint64_t, SegmentStore::Segment> segments_;  // by id
 };
 
-// The first thing in a rank's control segment; `size` inbox rings follow.
+// The head of a rank's control segment. An inbox ring per rank follows.
 struct ControlSegment {
   enum State : uint32_t { kHere = 0, kLeft = 1, kFailed = 2 };
   Doorbell doorbell;
@@ -115,7 +115,7 @@ struct ControlSegment {
 
 class SharedMemoryTransport : public Transport, private Arrival::Release {
  public:
-  // control_ids[r] is rank r's control segment; 0: out of reach, nothing is sent there.
+  // control_ids[r] is rank r's control segment, or 0 if it is not reachable.
   SharedMemoryTransport(const char* name, int rank, const std::vector<uint64_t>& control_ids,
                         std::unique_ptr<SegmentStore> store,
                         std::shared_ptr<std::byte> own_control);
@@ -145,10 +145,10 @@ class SharedMemoryTransport : public Transport, private Arrival::Release {
   };
   struct Peer {
     ControlSegment* control = nullptr;
-    std::deque<Frame> backlog;  // frames that found the ring full
+    std::deque<Frame> backlog;  // frames waiting for room in the ring
     bool lost = false;
-    std::optional<std::string> died;  // set by wait(): the process is gone, and how that was seen
-    bool unreadable = false;          // its memory is gone: no more bulk messages are taken in
+    std::optional<std::string> died;  // set by wait(): how the end of the process was detected
+    bool unreadable = false;          // its memory is gone: no more bulk messages are read
   };
 
   void release(int source, uint64_t token) override;

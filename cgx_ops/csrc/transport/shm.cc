@@ -1,11 +1,11 @@
-// Ranks that are processes of one host: a rank's segments are ranges of one memory file (memfd),
-// which peers open through /proc/<pid>/fd. It has no name in /dev/shm, so no two jobs can meet and
-// nothing is left behind when a process ends, however it ends.
+// Ranks that are processes of one host. A rank's segments are ranges of one memory file (memfd),
+// which peers open through /proc/<pid>/fd. The file has no name in /dev/shm, so jobs cannot
+// collide, and nothing remains when a process ends in any way.
 //
-// A descriptor's number may be another file's by the time a peer opens it: the maker has closed the
-// communicator, or has ended. So a peer compares device and inode with what the maker has told, and
-// maps only what is sealed against shrinking, which nothing but a memory file is: no read of a
-// mapping can fail.
+// When a peer opens a descriptor, its number may belong to another file: the owner may have closed
+// the communicator, or may have ended. So the peer compares device and inode with the owner's
+// offer. It maps only files that are sealed against shrinking, which are always memory files, so
+// that reading the mapping cannot fault.
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
@@ -22,11 +22,11 @@
 namespace cgx {
 namespace {
 
-// This process has too little of something, which may be otherwise in a moment.
+// Whether an error is a resource shortage, which may be temporary.
 bool is_short(int error) { return error == EMFILE || error == ENFILE || error == ENOMEM; }
 
 [[noreturn]] void fail_short(const std::string& what, int error) {
-  const char* const remedy = error == ENOMEM ? "raise the limit of memory (ulimit -v)"
+  const char* const remedy = error == ENOMEM ? "raise the memory limit (ulimit -v)"
                              : is_short(error)
                                  ? "close files, or raise the limit of open files (ulimit -n)"
                                  : "see the errors of memfd_create(2), ftruncate(2), mmap(2)";
@@ -66,14 +66,14 @@ class MemoryFileStore : public SegmentStore {
     struct stat made;
     if (fd_.get() < 0 || fcntl(fd_.get(), F_ADD_SEALS, F_SEAL_SHRINK) < 0 ||
         fstat(fd_.get(), &made) < 0)
-      fail_short("cannot make shared memory", errno);
+      fail_short("cannot create shared memory", errno);
     file_ = {fd_.get(), made.st_dev, made.st_ino};
   }
 
   Segment create(size_t bytes) override {
     const size_t begin = bytes_, end = begin + (bytes + kPage - 1) / kPage * kPage;
     if (ftruncate(fd_.get(), static_cast<off_t>(end)) < 0)
-      fail_short(join("cannot make ", bytes, " bytes of shared memory"), errno);
+      fail_short(join("cannot create ", bytes, " bytes of shared memory"), errno);
     bytes_ = end;
     const auto mapping = std::make_shared<Mapping>(fd_.get(), begin, bytes, PROT_READ | PROT_WRITE);
     return {{mapping, mapping->data()}, bytes, id_of(begin)};
@@ -83,8 +83,9 @@ class MemoryFileStore : public SegmentStore {
     Peer& peer = peers_.at(owner);
     auto& mapping = peer.mapped[id];
     if (!mapping) mapping = open_mapping(owner, peer, id, bytes, access);
-    require(bytes <= mapping->bytes(), CGX_PEER_FAILED, "rank ", owner, " says that segment ", id,
-            " has ", bytes, " bytes; it had ", mapping->bytes());
+    require(bytes <= mapping->bytes(), CGX_PEER_FAILED, "rank ", owner,
+            " sent the size of segment ", id, " has ", bytes, " bytes, but it has ",
+            mapping->bytes());
     return mapping->data();
   }
 
@@ -103,7 +104,7 @@ class MemoryFileStore : public SegmentStore {
   }
 
  private:
-  struct Peer {  // only of near ones
+  struct Peer {  // set for ranks that share memory only
     pid_t pid = 0;
     MemoryFile file;
     std::shared_ptr<Process> process;
@@ -123,7 +124,8 @@ class MemoryFileStore : public SegmentStore {
     };
     const std::string path = join("/proc/", peer.pid, "/fd/", peer.file.descriptor);
     struct stat found;
-    check(stat(path.c_str(), &found));  // opening some other file could have effects
+    check(stat(path.c_str(), &found));  // before opening it, because opening another file could
+                                        // have side effects
     if (!same_file(peer.file, found)) gone("another file has its descriptor");
     const bool writes = access == Access::kWrite;
     const FileDescriptor fd(
@@ -135,14 +137,15 @@ class MemoryFileStore : public SegmentStore {
       gone("another file has its descriptor");
     const size_t offset = offset_of(id), end = static_cast<size_t>(found.st_size);
     require(id > 0 && offset <= end && bytes <= end - offset, CGX_PEER_FAILED, "rank ", owner,
-            " says that segment ", id, " has ", bytes, " bytes; its memory ends before");
+            " sent the size of segment ", id, " has ", bytes,
+            " bytes, beyond the end of its memory");
     return std::make_unique<Mapping>(fd.get(), offset, bytes,
                                      writes ? PROT_READ | PROT_WRITE : PROT_READ);
   }
 
   const FileDescriptor fd_;
   MemoryFile file_;
-  size_t bytes_ = 0;  // of the file
+  size_t bytes_ = 0;  // size of the file
   std::vector<Peer> peers_;
 };
 

@@ -1,10 +1,11 @@
-// The TCP transport: one connection between any two ranks, frames on it, an epoll for all of them.
+// The TCP transport: one connection between any two ranks, framed messages, and one epoll for all
+// connections.
 //
-//   sending    a message is written at once from where it lies, as far as the kernel takes it; what
-//              it does not take waits for room. So both directions of a link are used at a time
-//   receiving  whatever is there is read into a block, and frames are handed on where they lie
-//   ends       a rank that leaves says so in a last frame. A stream that ends without it is a dead
-//              peer, at once; a host that vanishes is one when the kernel gives it up
+//   sending    A message is written directly from its buffer, as far as the kernel accepts it; the
+//              rest waits for room. So both directions of a link are used at the same time.
+//   receiving  Available bytes are read into a block, and frames are delivered in place.
+//   ends       A leaving rank sends a last frame. A stream that ends without it means a dead peer.
+//              A host that vanishes is detected by the kernel's keep-alive.
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
 #include <sys/socket.h>
@@ -31,11 +32,11 @@ namespace {
 using Clock = std::chrono::steady_clock;
 constexpr auto kFarewell = std::chrono::seconds(1);
 constexpr auto kLongestMeeting = std::chrono::seconds(60);
-constexpr size_t kFramesAtOnce = 16;         // in one call into the kernel
-constexpr size_t kReadAtOnce = 1024 * 1024;  // from one peer, before the others' turn
+constexpr size_t kFramesAtOnce = 16;         // per system call
+constexpr size_t kReadAtOnce = 1024 * 1024;  // from one peer, before other peers are served
 constexpr std::array<std::byte, sizeof(FrameHeader)> kPadding{};
 
-// Of all communicators; never destroyed: a buffer may be released at the very end.
+// Shared by all communicators. Never destroyed: buffers may be released at exit.
 BlockPool& blocks() {
   static auto* pool = new BlockPool;
   return *pool;
@@ -81,7 +82,7 @@ class TcpTransport : public Transport, private Arrival::Release {
   void send(int destination, Slot slot, const BufferRef& buffer, size_t bytes,
             const std::shared_ptr<SendState>& state) override {
     require(bytes <= kLongestPayload, CGX_UNSUPPORTED, "a bucket of ", bytes,
-            " bytes does not fit into a message of TCP: choose a smaller bucket_size");
+            " bytes does not fit into a TCP message: reduce bucket_size");
     state->begin(destination);
     queue(destination,
           {{static_cast<uint32_t>(bytes), FrameHeader::kBulk, slot.channel, slot.sequence},
@@ -116,7 +117,7 @@ class TcpTransport : public Transport, private Arrival::Release {
   }
 
   bool flushed() const override {
-    // Who has cancelled the collective too may never take in what is under way.
+    // Peers that have cancelled the collective may never receive messages in flight.
     const auto over = [](const Outgoing& message) {
       return message.state && message.state->given_up();
     };
@@ -125,7 +126,7 @@ class TcpTransport : public Transport, private Arrival::Release {
     });
   }
 
-  // Peers' hosts have confirmed everything: closing the connection now loses nothing.
+  // If all hosts have acknowledged everything, closing the connections loses nothing.
   bool drained() const override {
     return flushed() && std::all_of(links_.begin(), links_.end(), [](const Link& link) {
              return link.lost || unconfirmed(link.socket.fd()) == 0;
@@ -139,8 +140,8 @@ class TcpTransport : public Transport, private Arrival::Release {
     bye.insert(bye.end(), text.begin(), text.end());
     for (int peer = 0; peer < static_cast<int>(links_.size()); ++peer)
       send_copy(peer, FrameHeader::kBye, bye);
-    // What comes is read, and dropped: closing a connection with unread bytes would reset it, and
-    // lose what is under way to the peer.
+    // Read and discard incoming data: closing a connection with unread bytes would reset it, and
+    // lose data in flight to the peer.
     DeafSink deaf;
     const auto deadline = Clock::now() + kFarewell;
     while (!drained() && Clock::now() < deadline)
@@ -150,7 +151,8 @@ class TcpTransport : public Transport, private Arrival::Release {
   }
 
  private:
-  static constexpr uint64_t kBell = UINT64_MAX;  // among the events; else the peer's rank
+  static constexpr uint64_t kBell = UINT64_MAX;  // the bell's event; other events have the peer's
+                                                 // rank
 
   struct Outgoing {
     FrameHeader header;
@@ -162,10 +164,10 @@ class TcpTransport : public Transport, private Arrival::Release {
     OwnDescriptor socket;
     FrameReader reader{&blocks()};
     std::deque<Outgoing> queue;
-    size_t written = 0;  // of the first in the queue
+    size_t written = 0;  // bytes of the first message in the queue
     bool awaits_room = false;
-    bool broken = false;  // nothing can be written; the end is still to be read
-    bool lost = false;    // or never there
+    bool broken = false;  // cannot be written; the end has not been read yet
+    bool lost = false;    // or never connected
   };
 
   // ---- events
@@ -221,13 +223,13 @@ class TcpTransport : public Transport, private Arrival::Release {
   }
   int rank_of(const Link& link) const { return static_cast<int>(&link - links_.data()); }
 
-  // As much as the kernel takes.
+  // Writes as much as the kernel accepts.
   void write(Link& link) {
     while (drop_given_up(link)) {
       const ssize_t sent = write_some(link);
       if (sent < 0 && errno == EINTR) continue;
       if (sent < 0 && errno == EAGAIN) return watch_room(link, true);
-      if (sent < 0) {  // why, read() will tell, after what the peer has said before
+      if (sent < 0) {  // read() reports the reason, after the peer's earlier messages
         link.broken = true;
         settle_queue(link);
         break;
@@ -237,7 +239,8 @@ class TcpTransport : public Transport, private Arrival::Release {
     watch_room(link, false);
   }
 
-  // What nobody needs is not sent, unless it has begun. False if nothing is left.
+  // Drops messages of failed collectives, unless they are partly written. Returns false if nothing
+  // is left.
   bool drop_given_up(Link& link) {
     while (!link.queue.empty() && link.written == 0 && link.queue.front().state &&
            link.queue.front().state->given_up()) {
@@ -291,7 +294,7 @@ class TcpTransport : public Transport, private Arrival::Release {
       if (got <= 0) return lose(peer, Loss::kDied, end_of(got, errno), sink);
       link.reader.filled(static_cast<size_t>(got));
       while (auto frame = next_frame(peer)) deliver(peer, std::move(*frame), sink);
-      if (static_cast<size_t>(got) < room.size()) return;  // that was all there is
+      if (static_cast<size_t>(got) < room.size()) return;  // no more is available
       taken += static_cast<size_t>(got);
     }
   }
@@ -307,7 +310,7 @@ class TcpTransport : public Transport, private Arrival::Release {
 
   static std::string end_of(ssize_t got, int error) {
     if (got == 0) return "it closed its connection";
-    if (error == ETIMEDOUT) return "its host does not answer";
+    if (error == ETIMEDOUT) return "its host does not respond";
     return join("its connection ended: ", std::strerror(error));
   }
 
@@ -320,7 +323,8 @@ class TcpTransport : public Transport, private Arrival::Release {
     } else if (header.kind == FrameHeader::kControl) {
       sink.on_control(peer, frame.payload);
     } else {
-      require(!frame.payload.empty(), CGX_PEER_FAILED, "rank ", peer, " left without a word");
+      require(!frame.payload.empty(), CGX_PEER_FAILED, "rank ", peer,
+              " sent a last message without content");
       const std::string reason(reinterpret_cast<const char*>(frame.payload.data()) + 1,
                                frame.payload.size() - 1);
       lose(peer, frame.payload[0] == std::byte{1} ? Loss::kLeft : Loss::kGaveUp, reason, sink);
@@ -344,7 +348,7 @@ class TcpTransport : public Transport, private Arrival::Release {
   std::atomic<bool> rung_{false};
   std::vector<Link> links_;  // by rank
   std::array<epoll_event, 64> ready_;
-  int events_ = 0;  // that are ready and not dealt with
+  int events_ = 0;  // ready and not handled yet
   std::unordered_map<uint64_t, std::shared_ptr<std::byte>> held_;
   uint64_t next_token_ = 0;
   bool left_ = false;
@@ -357,7 +361,7 @@ class TcpConnector : public Connector {
   Bytes offer() const override { return to_bytes(meeting_.offer()); }
 
   std::string refusal(const std::vector<Bytes>& offers) const override {
-    for (const Bytes& offer : offers) TcpOffer::read(offer);  // throws if it is none
+    for (const Bytes& offer : offers) TcpOffer::read(offer);  // throws if it is invalid
     return "";
   }
 
@@ -366,7 +370,7 @@ class TcpConnector : public Connector {
     std::vector<TcpOffer> all;
     for (const Bytes& offer : offers) all.push_back(TcpOffer::read(offer));
     const auto at_most = std::min<std::chrono::duration<double>>(reach.at_most, kLongestMeeting);
-    // A host that vanishes is noticed before the collectives' own deadline.
+    // Detects a vanished host before the collectives' own deadline.
     return std::make_unique<TcpTransport>(rank_, meeting_.meet(all, {reach.ranks, at_most}),
                                           reach.at_most / 2);
   }

@@ -9,7 +9,7 @@ namespace cgx {
 namespace {
 
 constexpr size_t kBlock = BlockPool::kBlockBytes;
-constexpr size_t kLeastRoom = 4096;  // less is not worth a call into the kernel
+constexpr size_t kLeastRoom = 4096;  // less is not worth a system call
 
 void check(const FrameHeader& header) {
   const bool bulk = header.kind == FrameHeader::kBulk;
@@ -19,7 +19,8 @@ void check(const FrameHeader& header) {
               (bulk ? header.channel < kChannels && header.sequence < kSequences
                     : header.channel == 0 && header.sequence == 0),
           CGX_PEER_FAILED, "a frame of kind ", header.kind, ", channel ", header.channel,
-          ", sequence ", header.sequence, " with ", header.size, " bytes is none of cgx's");
+          ", sequence ", header.sequence, " with ", header.size,
+          " bytes, which is not a valid cgx frame");
 }
 
 }  // namespace
@@ -27,7 +28,7 @@ void check(const FrameHeader& header) {
 std::span<std::byte> FrameReader::room() {
   const size_t there = end_ - begin_;
   size_t whole = sizeof(FrameHeader), wanted = kLeastRoom;
-  if (there >= sizeof(FrameHeader)) {  // the rest of a frame, however little
+  if (there >= sizeof(FrameHeader)) {  // the rest of a frame, however short
     FrameHeader header;
     std::memcpy(&header, block_.get() + begin_, sizeof(header));
     whole += header.size + frame_padding(header.size);
@@ -38,8 +39,8 @@ std::span<std::byte> FrameReader::room() {
   return {block_.get() + end_, capacity_ - end_};
 }
 
-// A long frame's size is a peer's word alone, but costs addresses only: the system gives memory
-// where bytes have arrived.
+// The size of a long frame is not trusted, but reserves only virtual memory: the system provides
+// pages as bytes arrive.
 void FrameReader::move_to_next_block(size_t needed) {
   const size_t there = end_ - begin_, capacity = std::max(kBlock, needed);
   std::shared_ptr<std::byte> next(blocks_->take(capacity).release(),

@@ -1,6 +1,6 @@
-// Messages on a stream of bytes: each is a frame of {size, kind, channel, sequence}, four words of
-// 32 bits, and its payload, filled up to 16 bytes so that payloads stay aligned where they were
-// received. Nothing here touches a socket.
+// Framing of messages in a byte stream: {size, kind, channel, sequence}, four 32-bit words, then
+// the payload, padded to 16 bytes so that payloads are aligned in the receive buffer. This file
+// does not use sockets.
 #pragma once
 
 #include <climits>
@@ -16,31 +16,32 @@ namespace cgx {
 
 struct FrameHeader {
   enum Kind : uint32_t { kControl = 1, kBulk = 2, kBye = 3 };
-  uint32_t size;  // of the payload, without what fills it up
+  uint32_t size;  // of the payload, without padding
   uint32_t kind;
-  uint32_t channel, sequence;  // of bulk; else 0
+  uint32_t channel, sequence;  // of bulk messages; otherwise 0
 };
 static_assert(sizeof(FrameHeader) == 16);
 
 inline constexpr size_t kLongestPayload = INT_MAX;
 constexpr size_t frame_padding(size_t payload) { return -payload % sizeof(FrameHeader); }
 
-// Takes frames out of a stream. Payloads stay where they were received until their last owner lets
-// go; only a frame that crosses the end of a block is moved to the next one.
+// Extracts frames from a stream. Payloads stay in the receive buffer while they are referenced.
+// Only a frame that crosses the end of a block is copied to the next one.
 class FrameReader {
  public:
   explicit FrameReader(BlockPool* blocks) : blocks_(blocks) {}
 
-  // Where the next bytes of the stream go. Never empty.
+  // Where to receive the next bytes. Never empty.
   std::span<std::byte> room();
   void filled(size_t bytes) { end_ += bytes; }
 
   struct Frame {
     FrameHeader header;
     std::span<const std::byte> payload;
-    std::shared_ptr<std::byte> memory;  // that it lies in
+    std::shared_ptr<std::byte> memory;  // owns the payload
   };
-  // The next whole frame, if it is there. Throws Error(CGX_PEER_FAILED) if none can begin so.
+  // Returns the next complete frame, if there is one. Throws Error(CGX_PEER_FAILED) if its header
+  // is malformed.
   std::optional<Frame> next();
 
  private:
@@ -48,7 +49,7 @@ class FrameReader {
 
   BlockPool* const blocks_;
   std::shared_ptr<std::byte> block_;
-  size_t capacity_ = 0, begin_ = 0, end_ = 0;  // what was received and not taken: [begin, end)
+  size_t capacity_ = 0, begin_ = 0, end_ = 0;  // [begin, end): received, not yet extracted
 };
 
 }  // namespace cgx

@@ -18,7 +18,7 @@ struct Challenge {
 };
 struct Answer {
   uint32_t rank;
-  uint32_t zero;  // so that no byte is left to chance
+  uint32_t zero;  // so that all bytes are defined
   Nonce nonce;
   uint64_t proof;
 };
@@ -46,7 +46,7 @@ size_t Handshake::awaits() const {
   return answered_ ? sizeof(Confirmation) : sizeof(Challenge);
 }
 
-// Of the side that dials or of the one that accepts: neither can send back what it was sent.
+// The side is hashed too, so that neither side can reflect a proof.
 uint64_t Handshake::proof(Side side, const Nonce& theirs) const {
   const bool dials = side_ == Side::kDials;
   const struct {

@@ -1,12 +1,13 @@
-// How two ends of a TCP connection prove to each other that they are ranks of one communicator. No
-// socket is touched here: bytes come in by take(), and go out from what it returns.
+// The handshake by which two ends of a TCP connection prove that they are ranks of one
+// communicator. It does not use sockets: take() consumes received bytes and returns the bytes to
+// send.
 //
-//   1. who accepted sends a challenge: a word of greeting and a nonce
-//   2. who dialled answers with its rank, a nonce of its own and a proof
-//   3. who accepted confirms with another proof
+//   1. The acceptor sends a challenge: a greeting and a nonce.
+//   2. The dialer answers with its rank, its own nonce and a proof.
+//   3. The acceptor confirms with another proof.
 //
-// A proof is a keyed hash over both nonces, both ranks and the side; the key is the communicator's.
-// Whoever does not know it learns nothing but a nonce, and is read no further than 32 bytes.
+// A proof is a keyed hash of both nonces, both ranks and the side. The key is the communicator's.
+// Unauthenticated peers receive only a nonce, and at most 32 bytes are read from them.
 #pragma once
 
 #include <array>
@@ -21,13 +22,13 @@ namespace cgx {
 
 using Nonce = std::array<uint64_t, 2>;
 
-// From the kernel's generator. Throws Error(CGX_SYSTEM).
+// Draws a nonce from the kernel's random generator. Throws Error(CGX_SYSTEM).
 Nonce random_nonce();
 
 class Handshake {
  public:
   enum class Side { kDials, kAccepts };
-  // peer: whom this rank dials; who is accepted says who it is.
+  // `peer`: the rank that is dialed. An accepted peer sends its rank.
   static Handshake dial(const SipKey& key, int rank, int peer) {
     return {Side::kDials, key, rank, peer};
   }
@@ -37,17 +38,17 @@ class Handshake {
 
   enum class State { kGoing, kProven, kRefused };
   State state() const { return state_; }
-  int peer() const { return peer_; }  // once proven
+  int peer() const { return peer_; }  // valid once proven
 
-  // What must be sent before anything is awaited.
+  // Bytes to send first.
   Bytes opening() const;
-  // How many bytes take() awaits in all; those after them are not the handshake's.
+  // The number of bytes that take() needs next. Later bytes do not belong to the handshake.
   size_t awaits() const;
-  // Takes exactly awaits() bytes; returns what must be sent.
+  // Consumes exactly awaits() bytes and returns the bytes to send.
   Bytes take(std::span<const std::byte> bytes);
 
  private:
-  // number: of the peer, or of ranks.
+  // `number`: the peer's rank (dialer), or the number of ranks (acceptor).
   Handshake(Side side, const SipKey& key, int rank, int number)
       : side_(side),
         key_(key),
@@ -65,7 +66,7 @@ class Handshake {
   int peer_;
   const Nonce nonce_;
   Nonce theirs_{};
-  bool answered_ = false;  // who dials: it awaits the confirmation
+  bool answered_ = false;  // dialer: waiting for the confirmation
   State state_ = State::kGoing;
 };
 

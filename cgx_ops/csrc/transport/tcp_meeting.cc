@@ -18,11 +18,14 @@ namespace cgx {
 namespace {
 
 using Clock = std::chrono::steady_clock;
-constexpr auto kHandshakeTime = std::chrono::seconds(5);    // of one that is connected
-constexpr auto kFirstDialTime = std::chrono::seconds(1);    // of an attempt, then twice as long
-constexpr auto kLongestDialTime = std::chrono::seconds(8);  // and so on
+constexpr auto kHandshakeTime = std::chrono::seconds(5);    // limit for the handshake of an
+                                                            // established connection
+constexpr auto kFirstDialTime = std::chrono::seconds(1);    // limit for the first attempt; doubled
+                                                            // for each round
+constexpr auto kLongestDialTime = std::chrono::seconds(8);  // upper limit for an attempt
 constexpr auto kBetweenAttempts = std::chrono::milliseconds(20);
-constexpr size_t kMostVisitors = 64;  // beyond the ranks: the oldest leaves
+constexpr size_t kMostVisitors = 64;  // waiting connections, in addition to the ranks; the oldest
+                                      // is closed
 
 // Whether the peer has closed its end.
 bool left(const FileDescriptor& socket) {
@@ -31,7 +34,7 @@ bool left(const FileDescriptor& socket) {
   return there == 0 || (there < 0 && errno != EAGAIN && errno != EINTR);
 }
 
-// One connection, until it is proven or given up.
+// A connection until it is authenticated or given up.
 class Conversation {
  public:
   Conversation(FileDescriptor socket, Handshake handshake, bool connecting, Clock::time_point until)
@@ -48,11 +51,11 @@ class Conversation {
   Clock::time_point until() const { return until_; }
   bool proven() const { return handshake_.state() == Handshake::State::kProven; }
   int peer() const { return handshake_.peer(); }
-  const std::string& failure() const { return failure_; }  // "" while it goes on
+  const std::string& failure() const { return failure_; }  // "" while it continues
   const FileDescriptor& socket() const { return socket_; }
   FileDescriptor take_socket() { return std::move(socket_); }
 
-  // As far as it goes without waiting.
+  // Continues as far as possible without blocking.
   void go_on() {
     if (connecting_) {
       if (const int error = socket_error(socket_)) return give_up(std::strerror(error));
@@ -70,17 +73,17 @@ class Conversation {
       if (heard_.size() < all) return;
       send_all(handshake_.take(std::exchange(heard_, {})));
       if (handshake_.state() == Handshake::State::kRefused)
-        give_up("who answers there is not of this communicator");
+        give_up("the process at this address is not a rank of this communicator");
     }
   }
   void give_up(const std::string& why) { failure_ = why; }
 
  private:
-  // A few bytes, which a new connection always has room for.
+  // A few bytes, for which a new connection always has room.
   void send_all(const Bytes& bytes) {
     if (bytes.empty()) return;
     const ssize_t sent = send(socket_.get(), bytes.data(), bytes.size(), MSG_NOSIGNAL);
-    if (sent != static_cast<ssize_t>(bytes.size())) give_up("it takes nothing in");
+    if (sent != static_cast<ssize_t>(bytes.size())) give_up("it does not accept data");
   }
 
   FileDescriptor socket_;
@@ -91,7 +94,7 @@ class Conversation {
   std::string failure_;
 };
 
-// This rank's attempts to reach one before it, at one of its addresses after the other.
+// Tries to reach a lower rank, at each of its addresses in turn.
 class Dialler {
  public:
   Dialler(const SipKey& key, int rank, int peer, const TcpOffer& offer)
@@ -104,9 +107,9 @@ class Dialler {
   std::optional<Conversation>& attempt() { return attempt_; }
   Clock::time_point next_step() const { return attempt_ ? attempt_->until() : next_attempt_; }
 
-  // Begins an attempt if none is under way, and gives up one that takes too long.
+  // Starts an attempt if none is in progress, and gives up one that takes too long.
   void step(Clock::time_point now) {
-    if (attempt_ && now >= attempt_->until()) attempt_->give_up("it does not answer");
+    if (attempt_ && now >= attempt_->until()) attempt_->give_up("it does not respond");
     if (attempt_ && !attempt_->failure().empty()) {
       failures_[at_] = attempt_->failure();
       attempt_.reset();
@@ -137,7 +140,7 @@ class Dialler {
   const SipKey key_;
   const int rank_, peer_;
   std::vector<SocketAddress> addresses_;
-  std::vector<std::string> failures_;  // the last one at each address
+  std::vector<std::string> failures_;  // the last failure per address
   size_t at_ = 0;
   Clock::duration dial_time_ = kFirstDialTime;
   Clock::time_point next_attempt_{};
@@ -164,8 +167,7 @@ class Meeting {
 
   TcpMeeting::Met run() {
     while (missing_ > 0) {
-      // What has come by now is looked at before anything is given up as late: this rank may have
-      // stood still.
+      // Handle pending events before anything times out: this process may have been suspended.
       const auto now = Clock::now();
       go_on();
       if (missing_ == 0) break;
@@ -190,7 +192,7 @@ class Meeting {
     });
   }
 
-  // Until something happens on a socket, or something is due.
+  // Waits for a socket event or the next deadline.
   void wait() {
     auto until = deadline_;
     std::vector<pollfd> sockets;
@@ -214,17 +216,16 @@ class Meeting {
     for (Conversation& visitor : visitors_) {
       visitor.go_on();
       if (!visitor.proven()) continue;
-      // Only ranks after this one dial it. Who waited too long for an answer leaves, and comes
-      // again.
+      // Only higher ranks dial this one. A rank whose attempt timed out dials again.
       const int peer = visitor.peer();
       const bool expected = peer > rank_ && wanted(peer);
       if (expected && !left(visitor.socket()) && (!met(peer) || left(connections_[peer])))
         keep(visitor);
       else
-        visitor.give_up("it has left, is there already, or is no rank to come");
+        visitor.give_up("it has left, is connected already, or is not expected");
     }
     visitors_.remove_if(
-        [](const Conversation& visitor) { return visitor.waits().fd < 0; });  // kept
+        [](const Conversation& visitor) { return visitor.waits().fd < 0; });  // accepted
     for (Dialler& dialler : diallers_) {
       auto& attempt = dialler.attempt();
       if (!attempt || met(dialler.peer())) continue;
@@ -235,7 +236,7 @@ class Meeting {
     }
   }
 
-  // A connection that is still being made has no error to ask for.
+  // Polls first: a connection in progress has no error to query.
   static pollfd ready(pollfd socket) {
     poll(&socket, 1, 0);
     return socket;
@@ -271,8 +272,8 @@ class Meeting {
         absent += join(absent.empty() ? "was not reached by rank " : ", ", peer);
     return join(unreached, unreached.empty() || absent.empty() ? "" : "; ", absent, " within ",
                 reach_.at_most.count(),
-                " s: CGX_SOCKET_IFNAME chooses the interface, and firewalls must let ranks connect "
-                "to each other's ports");
+                " s: select the interface with CGX_SOCKET_IFNAME, and let firewalls allow "
+                "connections between the ranks' ports");
   }
 
   const int rank_;

@@ -1,8 +1,8 @@
-// All ranks of a communicator find each other by TCP: each dials those before it and awaits those
-// after it, at the addresses that they offered, and every connection is proven by a handshake.
+// Connects all ranks of a communicator by TCP. Each rank dials the lower ranks at the addresses
+// that they offered, and accepts the higher ranks. A handshake authenticates every connection.
 //
-// Whoever else connects (a port scan, another job's rank) is closed and counted; at most a few are
-// kept waiting, for a few seconds. The listeners are closed when the last rank is there.
+// Unauthenticated connections (port scans, ranks of other jobs) are closed and counted. Only a few
+// may wait at a time, for a few seconds. Listeners are closed when all ranks are connected.
 #pragma once
 
 #include <array>
@@ -18,25 +18,27 @@
 
 namespace cgx {
 
-// What a rank tells the others by the bootstrap, which is trusted.
+// Sent to all ranks by the bootstrap, which is trusted.
 struct TcpOffer {
-  SipKey share;                            // of the communicator's key, which is that of all ranks
-  std::array<SocketAddress, 8> addresses;  // where it listens; none after the last
+  SipKey share;                            // this rank's share of the communicator's key, which
+                                           // combines all shares
+  std::array<SocketAddress, 8> addresses;  // where it listens; terminated by an empty address
 
   static TcpOffer read(std::span<const std::byte> bytes);
 };
 
 class TcpMeeting {
  public:
-  // Listens from now on.
+  // Starts to listen.
   explicit TcpMeeting(int rank);
   TcpOffer offer() const { return offer_; }
 
   struct Met {
-    std::vector<FileDescriptor> connections;  // by rank; none to those that are not reached
-    int64_t strangers;                        // connections that proved nothing
+    std::vector<FileDescriptor> connections;  // by rank; unset for ranks that were not to be
+                                              // reached
+    int64_t strangers;                        // connections without a valid proof
   };
-  // Throws Error(CGX_SYSTEM), which says whom it did not meet and why.
+  // Throws Error(CGX_SYSTEM), which lists the missing ranks and the reasons.
   Met meet(const std::vector<TcpOffer>& offers, const Reach& reach);
 
  private:

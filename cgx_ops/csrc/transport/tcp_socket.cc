@@ -32,8 +32,8 @@ constexpr int kBacklog = 128;
 
 // ---- which interfaces ----------------------------------------------------------------------
 
-// CGX_SOCKET_IFNAME, in the words of NCCL_SOCKET_IFNAME: prefixes with commas; "=" before them:
-// whole names; "^": all but these.
+// Parses CGX_SOCKET_IFNAME, in the syntax of NCCL_SOCKET_IFNAME: prefixes separated by commas. A
+// leading "=" means exact names, "^" means all others.
 class Interfaces {
  public:
   explicit Interfaces(std::string words) : words_(std::move(words)) {
@@ -85,10 +85,10 @@ SocketAddress to_address(const sockaddr* from) {
   return address;
 }
 
-// Of all interfaces that are up. Without addresses that mean something on one link only.
+// The addresses of all interfaces that are up, without link-local ones.
 std::vector<Found> all_addresses() {
   ifaddrs* list = nullptr;
-  if (getifaddrs(&list) != 0) fail_system("cannot list this host's interfaces", errno);
+  if (getifaddrs(&list) != 0) fail_system("cannot list the network interfaces of this host", errno);
   const std::unique_ptr<ifaddrs, decltype(&freeifaddrs)> owner(list, freeifaddrs);
   std::vector<Found> found;
   for (const ifaddrs* at = list; at; at = at->ifa_next) {
@@ -109,7 +109,7 @@ std::vector<SocketAddress> chosen(const std::vector<Found>& all, const Interface
   return addresses;
 }
 
-// ---- addresses of the kernel's -------------------------------------------------------------
+// ---- kernel addresses -----------------------------------------------------------------------
 
 struct KernelAddress {
   sockaddr_storage storage{};
@@ -141,7 +141,7 @@ FileDescriptor stream_socket(const SocketAddress& address) {
 }
 
 void set(const FileDescriptor& socket, int level, int option, int value) {
-  setsockopt(socket.get(), level, option, &value, sizeof(value));  // none of them is vital
+  setsockopt(socket.get(), level, option, &value, sizeof(value));  // optional: errors are ignored
 }
 
 }  // namespace
@@ -164,7 +164,7 @@ std::vector<SocketAddress> own_addresses() {
     std::string names;
     for (const std::string& name : each) names += join(names.empty() ? "" : ", ", name);
     require(!addresses.empty(), CGX_INVALID_ARGUMENT, "CGX_SOCKET_IFNAME=\"", asked.words(),
-            "\" chooses no interface that is up and has an address; there are: ", names);
+            "\" selects no interface that is up and has an address; interfaces: ", names);
     return addresses;
   }
   std::vector<SocketAddress> addresses = chosen(all, Interfaces("^lo,docker"));
@@ -192,15 +192,15 @@ FileDescriptor listen_at(SocketAddress* address) {
 FileDescriptor accept_at(const FileDescriptor& listener) {
   FileDescriptor socket(accept4(listener.get(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
   if (socket.get() < 0 && (errno == EMFILE || errno == ENFILE))
-    fail_system("cannot take a connection", errno);
+    fail_system("cannot accept a connection", errno);
   return socket;
 }
 
 FileDescriptor dial(const SocketAddress& address, std::string* why) {
   FileDescriptor socket = stream_socket(address);
   if (socket.get() < 0) {
-    // A family that this host does not have is the attempt's failure, not this rank's.
-    if (errno != EAFNOSUPPORT) fail_system("cannot make a socket", errno);
+    // An unsupported address family is a failure of this attempt only.
+    if (errno != EAFNOSUPPORT) fail_system("cannot create a socket", errno);
     *why = std::strerror(errno);
     return socket;
   }
@@ -223,9 +223,9 @@ void prepare_connection(const FileDescriptor& socket, std::chrono::duration<doub
   const double seconds = std::min(silence.count(), kMostSeconds);
   const int interval = std::max(1, static_cast<int>(seconds / kProbes));
   set(socket, IPPROTO_TCP, TCP_NODELAY, 1);
-  // While nothing is under way the kernel asks whether the peer's host is there. What is under way
-  // has the deadlines of collectives: TCP_USER_TIMEOUT would also end the connection to a rank that
-  // is there and takes nothing in for a while, because it computes.
+  // Keep-alive detects a dead host while nothing is in flight. Data in flight is covered by the
+  // collectives' deadlines. TCP_USER_TIMEOUT is not used: it would also end connections to a rank
+  // that reads nothing for a while, because it computes.
   set(socket, SOL_SOCKET, SO_KEEPALIVE, 1);
   set(socket, IPPROTO_TCP, TCP_KEEPIDLE, interval);
   set(socket, IPPROTO_TCP, TCP_KEEPINTVL, interval);

@@ -1,5 +1,4 @@
-// TCP sockets as the transport uses them: which addresses this rank offers, listening, dialling,
-// and what is set on a connection.
+// TCP sockets for the transport: local addresses, listening, dialing, and socket options.
 #pragma once
 
 #include <array>
@@ -14,35 +13,35 @@ struct sockaddr_storage;
 
 namespace cgx {
 
-// Where a rank listens, as it is told to others.
+// An address that a rank listens at.
 struct SocketAddress {
   enum Family : uint8_t { kNone = 0, kIPv4 = 4, kIPv6 = 6 };
   uint8_t family;
-  std::array<uint8_t, 16> ip;         // 4 or 16 bytes of it
-  std::array<uint8_t, 2> port_bytes;  // in the network's order, like `ip`
+  std::array<uint8_t, 16> ip;         // 4 or 16 bytes are used
+  std::array<uint8_t, 2> port_bytes;  // network byte order, as `ip`
   std::string text() const;           // "10.0.0.1:4000", "[fd00::1]:4000"
 };
 
-// Those of the interfaces that CGX_SOCKET_IFNAME chooses; by default of all but loopback and
-// Docker's bridges, or of loopback where there is no other. Throws Error(CGX_INVALID_ARGUMENT) if
-// none has been chosen.
+// Returns the addresses of the interfaces that CGX_SOCKET_IFNAME selects. By default these are all
+// except for loopback and Docker's bridges, or loopback if there is no other. Throws
+// Error(CGX_INVALID_ARGUMENT) if the variable selects none.
 std::vector<SocketAddress> own_addresses();
 
-// At a port that is free; `address` gets it. Throws Error(CGX_SYSTEM).
+// Listens at a free port and stores it in `address`. Throws Error(CGX_SYSTEM).
 FileDescriptor listen_at(SocketAddress* address);
-// The next connection of a listener; none if nobody waits. Throws Error(CGX_SYSTEM) if this process
-// is short of descriptors.
+// Accepts a connection. Unset if none is waiting. Throws Error(CGX_SYSTEM) if this process has no
+// free descriptors.
 FileDescriptor accept_at(const FileDescriptor& listener);
-// Begins to connect; the socket is writable when that has ended. No descriptor if it cannot begin;
-// `why` says so.
+// Starts to connect. The socket becomes writable when the attempt ends. Unset, with the reason in
+// `why`, if the attempt cannot start.
 FileDescriptor dial(const SocketAddress& address, std::string* why);
-// 0, or the error that a connection or an attempt has ended with.
+// Returns the error of a connection or of an attempt to connect, or 0.
 int socket_error(const FileDescriptor& socket);
 
-// For a connection that is up: small messages go at once, and a host that does not answer for
-// `silence` is dead.
+// Configures an established connection: small messages are sent immediately, and a host that does
+// not answer for `silence` counts as dead.
 void prepare_connection(const FileDescriptor& socket, std::chrono::duration<double> silence);
-// Bytes that the peer's host has not confirmed yet.
+// Bytes that the peer's host has not acknowledged.
 int unconfirmed(const FileDescriptor& socket);
 
 }  // namespace cgx

@@ -1,6 +1,5 @@
-// Ranks that are threads of one process: segments are anonymous memory with process-wide serial
-// numbers. The kernel gives its pages, zeroed, when they are first used: most of a control segment
-// of many ranks never is.
+// Ranks that are threads of one process. Segments are anonymous memory with process-wide ids. The
+// kernel provides zeroed pages on first use; most of a large control segment is never used.
 #include <sys/mman.h>
 
 #include <cerrno>
@@ -18,8 +17,8 @@ struct Block {
   size_t bytes = 0;
 };
 
-// Every live segment of this process. A rank that fails may free its segments while a peer is
-// about to look at them: whoever maps a segment shares its ownership.
+// All live segments of this process. A failing rank may free its segments while a peer is about to
+// read them, so mapping a segment shares its ownership.
 struct Segments {
   struct Entry {
     std::weak_ptr<std::byte> memory;
@@ -40,7 +39,7 @@ class ThreadStore : public SegmentStore {
   Segment create(size_t bytes) override {
     void* const data = mmap(nullptr, bytes, PROT_READ | PROT_WRITE,
                             MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    require(data != MAP_FAILED, CGX_SYSTEM, "cannot get ", bytes,
+    require(data != MAP_FAILED, CGX_SYSTEM, "cannot allocate ", bytes,
             " bytes of memory: ", std::strerror(errno));
     madvise(data, bytes, MADV_NOHUGEPAGE);  // a huge page would be zeroed as a whole
     const Block block{{static_cast<std::byte*>(data), [bytes](auto* at) { munmap(at, bytes); }},
@@ -62,7 +61,7 @@ class ThreadStore : public SegmentStore {
     return block.memory.get();
   }
 
-  bool alive(int) override { return true; }  // as long as this process is
+  bool alive(int) override { return true; }  // as long as this process
 
  private:
   static Block find(uint64_t id) {
@@ -83,9 +82,8 @@ bool same_process(const LocalOffer& a, const LocalOffer& b) {
 }  // namespace
 
 std::unique_ptr<Connector> make_thread_connector(int rank, int size) {
-  return std::make_unique<SharedMemoryConnector>("thread", rank, size,
-                                                 std::make_unique<ThreadStore>(), same_process,
-                                                 "lives in another process");
+  return std::make_unique<SharedMemoryConnector>(
+      "thread", rank, size, std::make_unique<ThreadStore>(), same_process, "is in another process");
 }
 
 }  // namespace cgx

@@ -1,12 +1,13 @@
-// A transport moves bytes between the ranks of one communicator. It knows no dtype and no
-// algorithm.
+// A transport moves bytes between the ranks of one communicator. It does not depend on dtypes or
+// algorithms.
 //
-//   control   small messages, ordered between two ranks, delivered unasked: the engine's headers
-//   bulk      messages on a channel, ordered within it; an engine sends them only to a rank whose
-//             header it has, so nothing large waits for a receiver that is not ready
+//   control   small messages (the engine's headers): ordered between two ranks, delivered without a
+//             matching receive
+//   bulk      messages on a channel: ordered within it. An engine sends them only to ranks whose
+//             header it has received, so no large message waits for a receiver that is not ready.
 //
-// One thread at a time (the holder of the engine's progress role) calls everything but wake().
-// Nothing here blocks but wait(), which a message, wake() or its timeout ends.
+// Only the thread that holds the engine's progress role may call a transport, except for wake().
+// Only wait() blocks. A message, wake() or its timeout ends it.
 #pragma once
 
 #include <chrono>
@@ -22,26 +23,25 @@
 
 namespace cgx {
 
-// Memory that peers can read once it has been sent; encoders write straight into it. Its last owner
-// (the sender, or the transport until every peer has read it) gives it back to the pool.
+// Memory that peers can read after it is sent. Encoders write directly into it. It returns to the
+// pool when its last owner releases it: the sender, or the transport after all peers have read it.
 struct Buffer {
-  std::byte* data = nullptr;  // kHeadroom bytes before it are the transport's
+  std::byte* data = nullptr;  // the kHeadroom bytes before it are reserved for the transport
   size_t capacity = 0;
-  uint64_t segment = 0;  // where peers find it: the transport's own terms
+  uint64_t segment = 0;  // identifies the memory to peers; defined by the transport
   size_t offset = 0;
 };
 using BufferRef = std::shared_ptr<Buffer>;
 
-// Where bulk messages of one collective belong: a channel, and the number that a message has among
-// those to its destination, so that a lost, doubled or displaced one is noticed.
+// Identifies a bulk message: the channel of its collective, and its number among the messages to
+// its destination. Detects lost, duplicated and reordered messages.
 struct Slot {
   uint32_t channel;
-  uint32_t sequence;  // below kSequences: they begin anew after that
+  uint32_t sequence;  // less than kSequences; wraps around
 };
 
-// The sends of one collective that are still under way. Transports tell it: a message is released
-// when the peer has read it in shared memory, and when the kernel or MPI has taken it over TCP and
-// MPI.
+// Counts the sends in flight of one collective. Transports update it. A message is released when
+// the peer has read it (shared memory), or when the kernel or MPI has taken it (TCP, MPI).
 class SendState {
  public:
   explicit SendState(int size) : unread_by_(size, 0) {}
@@ -56,21 +56,25 @@ class SendState {
     --unread_by_[destination];
   }
 
-  // The collective has failed here: nobody needs to read what it sent.
+  // The collective has failed here, so peers need not read its messages.
   void give_up() { given_up_ = true; }
   bool given_up() const { return given_up_; }
 
-  int unsent() const { return unsent_; }          // the sender must still drive progress
-  int unreleased() const { return unreleased_; }  // bounds what a collective keeps in flight
+  int unsent() const {
+    return unsent_;
+  }                                               // not handed over yet: the sender must make
+                                                  // progress
+  int unreleased() const { return unreleased_; }  // limits the messages in flight of a collective
   bool unread_by(int rank) const { return unread_by_[rank] != 0; }
 
  private:
   int unsent_ = 0, unreleased_ = 0;
   bool given_up_ = false;
-  std::vector<int> unread_by_;  // by rank
+  std::vector<int> unread_by_;  // per rank
 };
 
-// A bulk message. The bytes stay valid until the Arrival is destroyed, which tells the sender so.
+// A received bulk message. Its bytes are valid until the Arrival is destroyed, which releases them
+// to the sender.
 class Arrival {
  public:
   struct Release {
@@ -100,23 +104,23 @@ class Arrival {
 };
 
 enum class Loss {
-  kLeft,    // closed its communicator, after everything it sent was handed over
-  kGaveUp,  // failed, and says why
+  kLeft,    // closed its communicator after delivering all messages
+  kGaveUp,  // failed, and sent the reason
   kDied,
 };
 
-// Who receives: the engine.
+// The receiver of messages: the engine.
 class Sink {
  public:
   virtual ~Sink() = default;
   virtual void on_control(int source, std::span<const std::byte> message) = 0;
   virtual void on_bulk(Arrival arrival) = 0;
-  // A bulk message is here, but this rank cannot take it in: it is short of something.
+  // A bulk message has arrived, but this rank lacks a resource to read it.
   virtual void on_unreadable(int source, Slot slot, const Error& error) = 0;
   virtual void on_peer_lost(int rank, Loss how, const std::string& reason) = 0;
 };
 
-// Of who leaves: what still comes is taken in, and dropped.
+// Discards incoming messages while this rank leaves.
 class DeafSink : public Sink {
  public:
   void on_control(int, std::span<const std::byte>) override {}
@@ -126,9 +130,10 @@ class DeafSink : public Sink {
 };
 
 inline constexpr size_t kMaxControlBytes = 16 * 1024;
-inline constexpr uint32_t kChannels = 1u << 30;   // channel numbers are below
-inline constexpr uint32_t kSequences = 1u << 14;  // what every MPI's tags can tell
-inline constexpr size_t kHeadroom = 64;  // a cache line: in shared memory payloads stay aligned
+inline constexpr uint32_t kChannels = 1u << 30;   // channels are less than this
+inline constexpr uint32_t kSequences = 1u << 14;  // fits the tags of every MPI
+inline constexpr size_t kHeadroom = 64;  // a cache line, so that payloads in shared memory stay
+                                         // aligned
 
 class Transport {
  public:
@@ -137,45 +142,45 @@ class Transport {
 
   virtual BufferRef allocate(size_t bytes) = 0;
   virtual void send_control(int destination, std::span<const std::byte> message) = 0;
-  // A buffer may go to several ranks, on one channel.
+  // A buffer may be sent to several ranks, on one channel.
   virtual void send(int destination, Slot slot, const BufferRef& buffer, size_t bytes,
                     const std::shared_ptr<SendState>& state) = 0;
 
-  // Moves what can be moved without waiting; returns whether anything did.
+  // Makes progress without blocking. Returns whether anything happened.
   virtual bool progress(Sink& sink) = 0;
   virtual void wait(std::chrono::microseconds at_most) = 0;
-  virtual void wake() = 0;  // from any thread
+  virtual void wake() = 0;  // callable from any thread
 
-  // Everything sent has been handed over: peers get it without this rank's progress.
+  // Whether all messages are handed over: peers receive them without this rank's progress.
   virtual bool flushed() const = 0;
-  // It has also been read, where peers read this rank's memory.
+  // Also whether peers have read them, if they read this rank's memory.
   virtual bool drained() const = 0;
-  // Tells peers that this rank leaves. graceful: after drained().
+  // Notifies peers that this rank leaves. `graceful`: after drained().
   virtual void leave(bool graceful, const std::string& reason) = 0;
 
-  // Connections of others than the ranks that were refused.
+  // The number of unauthenticated connections that were rejected.
   virtual int64_t strangers() const { return 0; }
 };
 
 // ---- the table -----------------------------------------------------------------------------
 
-// Whom this rank talks to by a transport, and for how long it waits for anything of theirs.
+// The ranks to connect, and the longest time to wait for them.
 struct Reach {
   std::vector<bool> ranks;
   std::chrono::duration<double> at_most;
 };
 
-// Brings up one transport among the ranks of a bootstrap: everybody's offers are exchanged, then
-// all ranks decide alike from the same bytes. connect() makes no collective call of its own, so a
-// rank on which it throws keeps nobody waiting.
+// Sets up a transport among the ranks of a bootstrap. All ranks exchange offers, then decide from
+// the same bytes, so they agree. connect() contains no collective call, so a rank on which it
+// throws does not block others.
 class Connector {
  public:
   virtual ~Connector() = default;
   virtual Bytes offer() const = 0;
-  // "" if these ranks can be connected, else why not.
+  // "" if these ranks can be connected, else the reason why not.
   virtual std::string refusal(const std::vector<Bytes>& offers) const = 0;
-  // May throw; the ranks then agree to try the next transport. Waits for nobody, but where a
-  // connection takes both of its ends.
+  // May throw; the ranks then agree to try the next transport. Waits for peers only if both ends of
+  // a connection must take part.
   virtual std::unique_ptr<Transport> connect(const std::vector<Bytes>& offers,
                                              const Reach& reach) = 0;
 };
@@ -183,10 +188,10 @@ class Connector {
 struct TransportEntry {
   const char* name;
   const char* description;
-  const char* communicator_type;  // the COMMUNICATOR_TYPE that insists on it; "" if AUTO only
-  int64_t chunk_bytes;            // of encoded values, at most, in a message of a large tensor
-  // nullptr when this process cannot serve the transport at all (MPI is not up). May throw: this
-  // rank then has no offer, and says why.
+  const char* communicator_type;  // the COMMUNICATOR_TYPE that requires it; "" if AUTO only
+  int64_t chunk_bytes;            // largest encoded size of a message of a large tensor
+  // Returns nullptr if this process cannot use the transport at all (MPI is not initialized). If it
+  // throws, this rank has no offer and reports the reason.
   std::unique_ptr<Connector> (*make)(int rank, int size);
 };
 
