@@ -13,13 +13,14 @@ namespace cgx {
 namespace {
 
 constexpr size_t kMostBlobBytes = 4096;
-constexpr size_t kLongestRefusal = 512;  // with the name, within what every transport carries
+constexpr size_t kLongestRefusal = 512;  // with the name, this fits the control messages of every
+                                         // transport
 
 void require_success(const Collective& collective) {
   require(collective.status == CGX_OK, collective.status, collective.error);
 }
 
-// What a group of devices sees of its communicator.
+// The communicator as its group of devices sees it.
 class Link final : public device::HostLink {
  public:
   explicit Link(Communicator* communicator) : communicator_(*communicator) {
@@ -51,12 +52,12 @@ void require_device(const cgx_collective_t& call, cgx_device_t device, const cha
           ": ", instead);
 }
 
-// A host's or a freed address would break the device for the whole process.
+// Invalid or freed addresses would put the device in an error state for the whole process.
 void check_addresses(const cgx_collective_t& call, device::Device& device) {
   const auto check = [&](const void* address, const device::BufferName& what) {
     if (address) device.check_address(address, what);
   };
-  // Of no values the address is not used, and may be behind the end of somebody's memory.
+  // Addresses of empty segments are not used, and may point past the end of an allocation.
   const auto check_list = [&](const void* const* list, const char* what) {
     for (int64_t i = 0; list && i < call.num_segments; ++i)
       if (call.segments[i].numel > 0) check(list[i], {what, i});
@@ -104,7 +105,7 @@ std::shared_ptr<Collective> Communicator::start(const cgx_collective_t& call,
     collective->context = context;
     try {
       engine_->submit(collective);
-    } catch (const Error& error) {  // the others would wait for what this rank is short of
+    } catch (const Error& error) {  // peers would wait for this rank
       if (error.status() == CGX_SYSTEM) refuse(call, CGX_SYSTEM, error.what());
       throw;
     }
@@ -115,8 +116,8 @@ std::shared_ptr<Collective> Communicator::start(const cgx_collective_t& call,
 }
 
 void Communicator::notify(Collective& collective, cgx_callback_t callback, void* context) {
-  require(!collective.notified.exchange(true), CGX_INVALID_ARGUMENT, "a callback was given for ",
-          "this request already; call several from one");
+  require(!collective.notified.exchange(true), CGX_INVALID_ARGUMENT,
+          "this request already has a callback; ", "call several functions from one callback");
   if (engine_ && engine_->notify(collective, callback, context)) return;
   collective.calling_back = true;
   callback(context, collective.status, collective.error.c_str());
@@ -182,8 +183,9 @@ Communicator::Seconds Communicator::timeout_of(const cgx_collective_t& call) con
 std::shared_ptr<Collective> Communicator::named(const cgx_collective_t& call) const {
   auto collective = std::make_shared<Collective>();
   collective->name = call.name ? call.name : "";
-  require(collective->name.size() <= kLongestName, CGX_INVALID_ARGUMENT, "the name has ",
-          collective->name.size(), " bytes; at most ", kLongestName);
+  require(collective->name.size() <= kLongestName, CGX_INVALID_ARGUMENT,
+          "the collective's name has ", collective->name.size(), " bytes; accepted: at most ",
+          kLongestName);
   collective->occurrence = call.occurrence;
   collective->timeout = timeout_of(call);
   for (int member = 0; member < size; ++member) collective->members.push_back(member);
@@ -193,14 +195,14 @@ std::shared_ptr<Collective> Communicator::named(const cgx_collective_t& call) co
 std::shared_ptr<Collective> Communicator::prepare(const cgx_collective_t& call) {
   try {
     return planned(call);
-  } catch (const std::bad_alloc&) {  // the others would wait for this rank
+  } catch (const std::bad_alloc&) {  // peers would wait for this rank
     refuse(call, CGX_SYSTEM, "out of memory");
     throw;
   }
 }
 
 std::shared_ptr<Collective> Communicator::planned(const cgx_collective_t& call) {
-  require_device(call, CGX_CPU, "cgx_start and cgx_run are for the CPU; use cgx_enqueue");
+  require_device(call, CGX_CPU, "cgx_start and cgx_run support CPU buffers; use cgx_enqueue");
   Plan made = plan(call);
   auto collective = named(call);
   collective->bytes_in = made.bytes_in();
@@ -214,7 +216,7 @@ std::shared_ptr<Collective> Communicator::planned(const cgx_collective_t& call) 
   return collective;
 }
 
-// One rank alone: identity.
+// One rank alone: copies.
 void Communicator::copy_through(const Plan& plan, Collective* collective) {
   require_open();
   collective->started = collective->agreed_at = Clock::now();
@@ -248,26 +250,27 @@ Totals Communicator::totals() const {
 
 device::Group& Communicator::devices(device::Device& device, Seconds at_most) {
   const std::lock_guard lock(devices_mutex_);
-  if (devices_) devices_->check(/*finish=*/false);  // its failure may be what closed this
+  if (devices_) devices_->check(/*finish=*/false);  // its failure may have closed the communicator
   require_open();
   if (!devices_) {
     devices_ = std::make_unique<device::Group>(device, *link_, type, at_most);
     connected_ = devices_.get();
   }
   require(&devices_->device() == &device, CGX_INVALID_ARGUMENT, "the buffers are on ",
-          device.name(), ", but this rank's earlier ones on communicator '", name, "' were on ",
-          devices_->device().name(), ": a rank has one device; make a communicator for each");
+          device.name(), ", but earlier ones on communicator '", name, "' were on ",
+          devices_->device().name(),
+          ": a communicator uses one device per rank; create another communicator");
   return *devices_;
 }
 
 void Communicator::enqueue(const cgx_collective_t& call, device::Device& device) {
-  require_device(call, CGX_CUDA, "cgx_enqueue is for CUDA; use cgx_start or cgx_run");
+  require_device(call, CGX_CUDA, "cgx_enqueue supports CUDA buffers; use cgx_start or cgx_run");
   Plan made = checked(call);
-  // Devices are one level: without a topology `auto` is not hierarchical.
+  // GPUs are one level: without a topology `auto` is never hierarchical.
   resolve_algorithm(&made);
   require(made.algorithm == CGX_SRA || made.algorithm == CGX_ONE_SHOT, CGX_UNSUPPORTED,
           "algorithm is ", made.algorithm == CGX_RING ? "ring" : "hierarchical",
-          "; on devices there are one_shot and sra: give one of them, or auto");
+          "; GPUs support one_shot and sra: use one of them, or auto");
   check_addresses(call, device);
   const Agreement agreement = make_agreement(call, made);
   if (!engine_) {
@@ -304,7 +307,7 @@ void Communicator::start(std::unique_ptr<Algorithm> algorithm, const std::string
   engine_->submit(collective);
 }
 
-// ---- what making others takes --------------------------------------------------------------
+// ---- setup of other communicators ----------------------------------------------------------
 
 std::vector<Bytes> Communicator::exchange(const std::vector<int>& members, const std::string& key,
                                           const Bytes& mine, Seconds at_most) {

@@ -1,5 +1,5 @@
-// A communicator: ranks that reduce together. It turns calls into collectives and hands them to its
-// engine (on CPUs) or to its group of devices.
+// A communicator: ranks that reduce together. It converts calls to collectives and passes them to
+// its engine (CPU) or to its group of devices (GPU).
 #pragma once
 
 #include <atomic>
@@ -14,50 +14,52 @@
 
 namespace cgx {
 
-// Three years: no deadline overflows a clock.
+// About three years, so that no deadline overflows a clock.
 inline constexpr double kLongestTimeout = 1e8;
 
-// A name of what the core itself exchanges: no collective of a user has such a one.
+// The name of an internal exchange, which differs from all names of users.
 std::string internal_key(const std::string& name, const std::string& what);
 
 class Communicator {
  public:
   using Seconds = std::chrono::duration<double>;
 
-  // No transport: a communicator of one rank. topology: of as many ranks. type: as in env.h.
-  // noise_rank, unread_bytes: as in Plan.
+  // A null transport makes a communicator of one rank. `topology` has as many ranks. `type`: as in
+  // env.h. noise_rank, unread_bytes: as in Plan.
   Communicator(std::string name, int rank, int noise_rank, std::shared_ptr<const Topology> topology,
                std::string type, Seconds timeout, int64_t unread_bytes,
                std::unique_ptr<Transport> transport);
   ~Communicator();
 
-  // The call as it would run here.
+  // Plans the call.
   Plan plan(const cgx_collective_t& call) const;
-  // Throws if the call is malformed or the communicator closed. On one rank the values are copied
-  // at once and the collective is done on return.
+  // Throws if the call is invalid or the communicator closed. With one rank, values are copied
+  // immediately, and the collective is done on return.
   std::shared_ptr<Collective> start(const cgx_collective_t& call, cgx_callback_t callback,
                                     void* context);
-  // Has `callback` called when it ends; at once, on this thread, if it has. Once, and only if it
-  // was started without one.
+  // Calls `callback` when the collective ends, immediately if it has. At most once, and only if it
+  // was started without a callback.
   void notify(Collective& collective, cgx_callback_t callback, void* context);
-  // Until it is done and whoever is notified has returned; throws what it ended with.
+  // Waits until it is done and its callback has returned. Throws the collective's failure.
   void wait(Collective& collective);
-  // No longer than at_most; returns whether it is done. Throws nothing that it ended with.
+  // Waits at most for at_most and returns whether it is done. Does not throw the collective's
+  // failure.
   bool wait(Collective& collective, Seconds at_most);
   void run(const cgx_collective_t& call);
-  // The same, no longer than at_most; returns the collective if it goes on, else null.
+  // The same, at most for at_most. Returns the collective if it still runs, else null.
   std::shared_ptr<Collective> run(const cgx_collective_t& call, Seconds at_most);
-  // Tells the peers that this rank takes no part in the collective of that key.
+  // Announces that this rank takes no part in the collective with this key.
   void refuse(const cgx_collective_t& call, cgx_status_t status, const std::string& message);
 
   // cgx_enqueue and cgx_comm_check. `device` is where the call's buffers are.
   void enqueue(const cgx_collective_t& call, device::Device& device);
   void check_devices(bool finish);
 
-  // All members' blobs (at most 4 KB each), in the order of `members`. Calls are matched by name.
+  // Returns the blobs of all members (at most 4 KB each), in the order of `members`. Calls are
+  // matched by name.
   std::vector<Bytes> exchange(const std::vector<int>& members, const std::string& name,
                               const Bytes& mine, Seconds at_most);
-  // An algorithm as it is, matched by name and number.
+  // Starts an algorithm, matched by name and number.
   void start(std::unique_ptr<Algorithm> algorithm, const std::string& name, uint64_t number,
              const Agreement& agreement, Seconds at_most, cgx_callback_t callback, void* context);
   void close();
@@ -69,12 +71,12 @@ class Communicator {
   const Seconds timeout;
   int64_t strangers() const { return engine_ ? engine_->strangers() : 0; }
   const char* transport_name() const { return engine_ ? engine_->transport_name() : "self"; }
-  // "" before the first collective on devices.
+  // "" before the first collective on GPUs.
   const char* wire_name() const;
   bool closed() const { return engine_ ? engine_->closed() : closed_.load(); }
-  // As Engine::finish, for the sake of other processes: ranks that are threads end with this one.
+  // See Engine::finish. Does nothing for ranks that are threads, since they end with this process.
   void finish(Seconds at_most);
-  // As Engine::require_peers.
+  // See Engine::require_peers.
   void require_peers(Seconds at_most);
   // Throws Error(CGX_CLOSED), with the reason, if it is closed.
   void require_open() const;
@@ -83,25 +85,26 @@ class Communicator {
   Totals totals() const;
 
  private:
-  Plan checked(const cgx_collective_t& call) const;  // its algorithm is not picked yet
+  Plan checked(const cgx_collective_t& call) const;  // with an unresolved algorithm
   Seconds timeout_of(const cgx_collective_t& call) const;
-  std::shared_ptr<Collective> named(const cgx_collective_t& call) const;  // its key and deadline
-  // Ready for the engine; on one rank, done.
+  std::shared_ptr<Collective> named(
+      const cgx_collective_t& call) const;  // sets the key and the deadline
+  // Ready for the engine or, with one rank, done.
   std::shared_ptr<Collective> prepare(const cgx_collective_t& call);
   std::shared_ptr<Collective> planned(const cgx_collective_t& call);
   void copy_through(const Plan& plan, Collective* collective);
 
-  // Connects the ranks' devices, if nothing has yet.
+  // Connects the ranks' GPUs, if they are not connected.
   device::Group& devices(device::Device& device, Seconds at_most);
 
   const std::unique_ptr<Engine> engine_;
   const int64_t most_chunk_bytes_, unread_bytes_;  // for plans
   const std::unique_ptr<device::HostLink> link_;
-  std::mutex devices_mutex_;  // held while they connect, and close
+  std::mutex devices_mutex_;  // held while devices connect and close
   std::unique_ptr<device::Group> devices_;
-  std::atomic<device::Group*> connected_ = nullptr;  // the same, for who must not wait
+  std::atomic<device::Group*> connected_ = nullptr;  // the same, without a lock
   std::atomic<bool> closed_{false};
-  // Of one rank alone; else the engine's.
+  // Used with one rank only; otherwise the engine has them.
   mutable std::mutex totals_mutex_;
   Totals totals_;
 };

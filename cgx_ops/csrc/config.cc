@@ -47,14 +47,14 @@ constexpr ConfigField kTable[] = {
      .by_default = 4,
      .ranges = kBits,
      .accepted = "an integer from 1 to 8, or 32 (exact)",
-     .documentation = "bits of a value; 32 sends everything exact, whatever the compressor",
+     .documentation = "bits per value; 32 sends all values exact, with any compressor",
      .of_compressor = true},
     {.name = "bucket_size",
      .value = &cgx_config_t::bucket_size,
      .by_default = 512,
      .ranges = kPositive,
      .accepted = "an integer, at least 1",
-     .documentation = "elements that share one scale, or one choice of the largest"},
+     .documentation = "elements that share one scale, or one selection of the largest"},
     {.name = "rounding",
      .value = &cgx_config_t::rounding,
      .by_default = CGX_CODECS_OWN,
@@ -67,12 +67,13 @@ constexpr ConfigField kTable[] = {
      .by_default = CGX_AUTO,
      .words = kAlgorithms,
      .accepted = "one of 'auto', 'one_shot', 'sra', 'ring', 'hierarchical', 'by_hosts'",
-     .documentation = "of an allreduce; 'auto' picks by size and hosts, 'by_hosts' by hosts alone"},
+     .documentation =
+         "of an allreduce; 'auto' chooses by size and hosts, 'by_hosts' by hosts only"},
     {.name = "gather_bits",
      .value = &cgx_config_t::gather_bits,
      .words = kNone,
      .ranges = kBits,
-     .accepted = "None (as bits), an integer from 1 to 8, or 32 (exact)",
+     .accepted = "None (the same as bits), an integer from 1 to 8, or 32 (exact)",
      .documentation = "bits of the reduced values in the gather stage",
      .of_compressor = true},
     {.name = "intra_bits",
@@ -80,18 +81,18 @@ constexpr ConfigField kTable[] = {
      .words = kNone,
      .ranges = kBits,
      .accepted = "None or 32 (exact), or an integer from 1 to 8",
-     .documentation = "hierarchical: bits of values that their own host sums",
+     .documentation = "hierarchical: bits of values that are summed on their own host",
      .of_compressor = true},
     {.name = "skip_incomplete_buckets",
      .value = &cgx_config_t::skip_incomplete_buckets,
      .words = kFlags,
      .accepted = "True or False",
-     .documentation = "whether a last bucket that is not full travels exact"},
+     .documentation = "whether a last bucket that is not full is sent exact"},
     {.name = "minimal_size",
      .value = &cgx_config_t::minimal_size,
      .ranges = kNotNegative,
      .accepted = "an integer, at least 0",
-     .documentation = "tensors of fewer than max(16, minimal_size) elements travel exact"},
+     .documentation = "tensors of fewer than max(16, minimal_size) elements are sent exact"},
     {.name = "compressor",
      .value = &cgx_config_t::compressor,
      .by_default = CGX_UNIFORM,
@@ -104,7 +105,7 @@ constexpr ConfigField kTable[] = {
      .words = kNone,
      .ranges = kShares,
      .accepted = "None (0.01), or more than 0 and at most 1",
-     .documentation = "topk, threshold, randk: the share of values that travel",
+     .documentation = "topk, threshold, randk: the share of values to send",
      .of_compressor = true,
      .unit = kBillionths},
     {.name = "value_bits",
@@ -112,14 +113,14 @@ constexpr ConfigField kTable[] = {
      .words = kNone,
      .ranges = kValueBits,
      .accepted = "None or 32 (exact), 16, or an integer from 1 to 8",
-     .documentation = "topk, threshold: bits of the values that travel",
+     .documentation = "topk, threshold: bits of each value sent",
      .of_compressor = true},
     {.name = "rotation",
      .value = &cgx_config_t::rotation,
      .words = kNone,
      .ranges = kPowersOfTwo,
      .accepted = "None, or a power of two from 2 to 1024",
-     .documentation = "values that a Hadamard matrix rotates together before they are encoded",
+     .documentation = "number of values that a Hadamard matrix rotates together before encoding",
      .of_compressor = true},
     {.name = "clip",
      .value = &cgx_config_t::clip,
@@ -131,14 +132,14 @@ constexpr ConfigField kTable[] = {
      .value = &cgx_config_t::error_feedback,
      .by_default = CGX_FEEDBACK_IF_BIASED,
      .words = kFeedback,
-     .accepted = "True, False or None (where the encoding is biased)",
+     .accepted = "True, False or None (if the compressor is biased)",
      .documentation = "training steps: add the quantization error to the next step's values"},
     {.name = "residual_decay",
      .value = &cgx_config_t::residual_decay,
      .words = kWhole,
      .ranges = kShares,
      .accepted = "more than 0 and at most 1",
-     .documentation = "with error feedback: the part of the residual that is added",
+     .documentation = "with error feedback: the fraction of the residual that is added",
      .unit = kBillionths},
 };
 static_assert(std::size(kTable) * sizeof(int64_t) == sizeof(cgx_config_t), "a field has no row");
@@ -172,7 +173,7 @@ bool in_ranges(const ConfigField& field, int64_t number) {
   });
 }
 
-// ---- 3. texts: the way back ------------------------------------------------------------------
+// ---- 3. parsing ------------------------------------------------------------------------------
 
 [[noreturn]] void refuse(const ConfigField& field, std::string_view text) {
   const auto place = static_cast<int32_t>(&field - std::begin(kTable));
@@ -191,7 +192,7 @@ int64_t parse_value(const ConfigField& field, std::string_view text) {
     const auto parsed = std::from_chars(text.data(), last, units);
     end = parsed.ptr;
     error = parsed.ec;
-    // A share: what is not, NaN too, no range has; what is less than the unit is one.
+    // Values out of (0, 1], including NaN, are invalid. Values below one unit are rounded up.
     const bool share = units > 0 && units <= 1;
     number = share ? std::max(1LL, std::llround(units * static_cast<double>(field.unit))) : 0;
   }
@@ -199,7 +200,7 @@ int64_t parse_value(const ConfigField& field, std::string_view text) {
   return number;
 }
 
-// Its place in the table. Texts usually have the table's order: `expected` is looked at first.
+// Returns the index of a field. Texts usually follow the table's order, so try `expected` first.
 size_t find_field(std::string_view name, size_t expected) {
   for (size_t i = 0; i < std::size(kTable); ++i) {
     const size_t at = (expected + i) % std::size(kTable);
@@ -207,10 +208,10 @@ size_t find_field(std::string_view name, size_t expected) {
   }
   std::string known;
   for (const ConfigField& field : kTable) known += join(known.empty() ? "" : ", ", field.name);
-  fail(CGX_INVALID_ARGUMENT, "a config has no '", name, "'; it has ", known);
+  fail(CGX_INVALID_ARGUMENT, "a config has no field '", name, "'; the fields are ", known);
 }
 
-// Takes what is before the next `end` off the text, and that.
+// Removes the text up to the next `end`, and that character, and returns the text.
 std::string_view take(std::string_view* text, char end) {
   const size_t at = std::min(text->find(end), text->size());
   const std::string_view taken = text->substr(0, at);
@@ -285,7 +286,7 @@ cgx_config_t override_config(const cgx_config_t& config, std::string_view text) 
   }
   for (const auto& [field, number] : given) {
     own.*field->value = number;
-    // Exact calls lose nothing.
+    // Uncompressed calls have no quantization error.
     if (field->value == &cgx_config_t::bits && number == kExactBits)
       own.error_feedback = CGX_FEEDBACK_IF_BIASED;
   }

@@ -1,9 +1,9 @@
-// How values travel, as one value: the fields of cgx_config_t, what each accepts, its default and
-// how it is written, told once. Bindings ask (cgx.h, section 4).
+// The fields of cgx_config_t: accepted values, defaults, and text format. Bindings read them
+// through cgx.h, section 4.
 //
 //   1. the table: a row for each field
-//   2. check: every field against its row, and what belongs to a compressor against its row
-//   3. texts: one field, and all of them, "bits=4 rounding='nearest' gather_bits=None"
+//   2. checks: each field against its row, and compressor-specific fields against the compressor
+//   3. texts: one field, or all of them: "bits=4 rounding='nearest' gather_bits=None"
 #pragma once
 
 #include <array>
@@ -17,7 +17,7 @@
 
 namespace cgx {
 
-// A number that has a name. Texts spell names as in Python: 'nearest', None, True.
+// A named value. Texts write names as Python does: 'nearest', None, True.
 struct ConfigWord {
   const char* name;
   int64_t number;
@@ -33,37 +33,38 @@ struct ConfigField {
   int64_t cgx_config_t::* value;
   int64_t by_default = 0;
   std::span<const ConfigWord> words = {};
-  std::span<const ConfigRange> ranges = {};  // of numbers that are written as such
+  std::span<const ConfigRange> ranges = {};  // of values written as numbers
   const char* accepted;                      // words and ranges, for errors
   const char* documentation;                 // one line
-  bool of_compressor = false;                // set for one compressor, it means nothing for another
-  int64_t unit = 1;  // what is written as 1; else it is written as a decimal
+  bool of_compressor = false;                // specific to a compressor: reset if the compressor
+                                             // changes
+  int64_t unit = 1;  // the number that is written as 1; if not 1, values are decimals
 };
 
-// Ranks must agree on so many fields, the first ones: what comes after them no message needs.
+// The number of leading fields that ranks must agree on. Messages do not depend on the others.
 inline constexpr size_t kAgreedFields = offsetof(cgx_config_t, error_feedback) / sizeof(int64_t);
 using AgreedConfig = std::array<int64_t, kAgreedFields>;
 
 // In the order of cgx_config_t.
 std::span<const ConfigField> config_table();
 
-// Throws Error(CGX_INVALID_ARGUMENT) that names the first agreed field that is out of its range, or
-// that does not belong to the compressor.
+// Throws Error(CGX_INVALID_ARGUMENT), which names the first agreed field that is out of range or
+// that the compressor does not support.
 void check_config(const cgx_config_t& config);
 
-// One field, as the text form has it. A peer's number may be one that no row accepts.
+// Formats one field. The number may be invalid, because a peer may have sent it.
 std::string config_text(const ConfigField& field, int64_t number);
 // The same, without quotes.
 std::string config_name(const ConfigField& field, int64_t number);
 
-// What the text leaves out has its default. Throws Error(CGX_INVALID_ARGUMENT).
+// Fields that the text does not set have their defaults. Throws Error(CGX_INVALID_ARGUMENT).
 cgx_config_t parse_config(std::string_view text);
-// The config with the fields that the text gives. See cgx_config_override.
+// Returns the config with the fields that the text sets. See cgx_config_override.
 cgx_config_t override_config(const cgx_config_t& config, std::string_view text);
 
 // The table as JSON: see cgx_config_fields.
 std::string describe_config();
-// "unknown" for a number that is no compressor.
+// "unknown" if the number is not a compressor.
 const char* compressor_name(int64_t compressor);
 
 }  // namespace cgx

@@ -11,12 +11,13 @@ namespace {
 
 constexpr int64_t kHundredth = 10000000;  // the default density, in billionths
 
-// "bits=7: the compressor levels has 1 to 4, and 32 (exact)".
+// The error text is, for instance, "bits is 7; with compressor='levels' it must be from 1 to 4, or
+// 32 (exact)".
 void check_bits(const CodecEntry& entry, std::string_view name, int64_t bits) {
   if (bits == 0 || bits == kExactBits || entry.has_bits(bits)) return;
   if (entry.highest_bits == 0)
     fail(CGX_INVALID_ARGUMENT, name, " is ", bits, "; compressor='", entry.name,
-         "' has no bits to choose: leave ", name, " out, or give 32 (exact)");
+         "' has a fixed width: leave ", name, " out, or use 32 (exact)");
   fail(CGX_INVALID_ARGUMENT, name, " is ", bits, "; with compressor='", entry.name,
        "' it must be from ", entry.lowest_bits, " to ", entry.highest_bits, ", or 32 (exact)");
 }
@@ -25,7 +26,7 @@ bool has(const CodecEntry& entry, const ConfigField& field) {
   return std::find(entry.knobs.begin(), entry.knobs.end(), field.name) != entry.knobs.end();
 }
 
-// Fields that not all compressors have, and whose 0 says that nothing was given.
+// Checks optional fields, for which 0 means that they are not set.
 void check_knobs(const CodecEntry& entry, const cgx_config_t& config) {
   for (const ConfigField& field : config_table()) {
     const int64_t number = config.*field.value;
@@ -33,9 +34,9 @@ void check_knobs(const CodecEntry& entry, const cgx_config_t& config) {
     std::string others;
     for (const CodecEntry& other : codec_table())
       if (has(other, field)) others += join(others.empty() ? "" : ", ", other.name);
-    if (others.empty()) continue;  // all compressors have it
+    if (others.empty()) continue;  // all compressors support it
     fail(CGX_INVALID_ARGUMENT, field.name, " is ", config_text(field, number),
-         ", which compressor='", entry.name, "' does not have: it belongs to ", others);
+         ", which compressor='", entry.name, "' does not support: it belongs to ", others);
   }
 }
 
@@ -58,7 +59,7 @@ void check_rounding(const CodecEntry& entry, const cgx_config_t& config) {
   for (const RoundingMode mode : served)
     accepted += join(accepted.empty() ? "" : ", ", rounding_text(mode));
   fail(CGX_INVALID_ARGUMENT, "rounding is ", rounding_text(rounding), "; compressor='", entry.name,
-       "' rounds ", accepted, ": give that, or None");
+       "' supports ", accepted, ": give that, or None");
 }
 
 }  // namespace
@@ -95,25 +96,25 @@ RoundingMode rounding_of(const cgx_config_t& config) {
 
 void check_compressor(const cgx_config_t& config) {
   const CodecEntry& entry = compressor_entry(config.compressor);
-  // A compressor of one width ignores the default, which cannot be told from bits not given.
+  // If the width is fixed, the default is ignored, since it is indistinguishable from bits that
+  // were not given.
   if (entry.highest_bits != 0 || config.bits != field_of("bits").by_default)
     check_bits(entry, "bits", config.bits);
   check_bits(entry, "gather_bits", config.gather_bits);
   check_bits(entry, "intra_bits", config.intra_bits);
   check_rounding(entry, config);
   check_knobs(entry, config);
-  require(
-      config.compressor != CGX_SIGN || (config.gather_bits == 0 && config.intra_bits == 0 &&
-                                        config.skip_incomplete_buckets == 0),
-      CGX_INVALID_ARGUMENT,
-      "gather_bits, intra_bits or skip_incomplete_buckets are given with compressor='sign': all "
-      "values of a vote are signs, both ways: leave them out");
+  require(config.compressor != CGX_SIGN || (config.gather_bits == 0 && config.intra_bits == 0 &&
+                                            config.skip_incomplete_buckets == 0),
+          CGX_INVALID_ARGUMENT,
+          "gather_bits, intra_bits or skip_incomplete_buckets are given with compressor='sign', "
+          "which sends signs in both stages: leave them out");
 }
 
 void require_feedback(const cgx_config_t& config) {
   require(config.bits != kExactBits, CGX_INVALID_ARGUMENT,
-          "error feedback with bits=32: nothing is lost that it could add; leave it out, or give "
-          "fewer bits");
+          "error feedback with bits=32: there is no quantization error; leave it out, or use fewer "
+          "bits");
   check_feedback(settings_by_way(config, settings_of(config, Dtype::kFloat32)).each);
 }
 
@@ -125,7 +126,7 @@ std::string describe_compressors() {
   };
   std::string rows;
   for (const CodecEntry& entry : codec_table()) {
-    if (entry.serves({.bits = kExactBits})) continue;  // exact values are no compressor
+    if (entry.serves({.bits = kExactBits})) continue;  // uncompressed values are not a compressor
     rows +=
         join(rows.empty() ? "" : ", ", "{\"name\": \"", entry.name, "\", \"description\": \"",
              entry.description, "\", \"sliced\": ", entry.sliced ? "true" : "false",

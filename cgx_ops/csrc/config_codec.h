@@ -1,4 +1,5 @@
-// What a config says of its codec, and what of it belongs to the compressor: by the codecs' table.
+// Derives the codec settings of a config, and checks its compressor-specific fields against the
+// table of codecs.
 #pragma once
 
 #include <string>
@@ -10,16 +11,16 @@
 
 namespace cgx {
 
-// Of a config that was checked: how each value is encoded, and how its compressor rounds.
+// Returns the encoder settings of a checked config, and its rounding.
 CodecSettings settings_of(const cgx_config_t& config, Dtype dtype);
-// The same on each way, of settings that follow from the config: exact values are so on all.
+// Returns the settings per stage. Uncompressed values are uncompressed in all stages.
 ByWay<CodecSettings> settings_by_way(const cgx_config_t& config, const CodecSettings& settings);
 RoundingMode rounding_of(const cgx_config_t& config);
-// Throws Error(CGX_INVALID_ARGUMENT) where a field does not belong to the compressor.
+// Throws Error(CGX_INVALID_ARGUMENT) if the compressor does not support a field.
 void check_compressor(const cgx_config_t& config);
 // Throws Error(CGX_INVALID_ARGUMENT) if error feedback does not converge with the config.
 void require_feedback(const cgx_config_t& config);
-// The codecs' table as JSON: cgx_compressors().
+// The table of codecs as JSON: see cgx_compressors().
 std::string describe_compressors();
 
 }  // namespace cgx

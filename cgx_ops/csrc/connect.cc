@@ -17,19 +17,19 @@ namespace {
 constexpr size_t kOfferBytes = 512;  // of one transport
 constexpr size_t kReasonBytes = 400;
 
-// What every rank says first.
+// The first blob of every rank.
 struct Hello {
   char version[32];
   char type[8];
   Host host;
   int64_t unread_bytes;  // as in Plan
-  int32_t status;        // a cgx_status_t: not CGX_OK where this rank cannot take part
+  int32_t status;        // a cgx_status_t; not CGX_OK if this rank cannot take part
   char refusal[kReasonBytes];
 };
 struct Offered {
-  uint32_t bytes;  // 0: this rank cannot serve the transport
+  uint32_t bytes;  // 0: this rank does not support the transport
   std::byte offer[kOfferBytes];
-  char refusal[kReasonBytes];  // why not
+  char refusal[kReasonBytes];  // the reason
 };
 struct Connected {
   int32_t status;  // a cgx_status_t
@@ -44,13 +44,13 @@ std::vector<T> gather(const Allgather& allgather, const T& mine) {
   return all;
 }
 
-// What all ranks know of each other once they have said hello.
+// The result of exchanging Hellos.
 struct Greeted {
   std::shared_ptr<const Topology> topology;
-  int64_t unread_bytes;  // the least of any rank
+  int64_t unread_bytes;  // the minimum over all ranks
 };
 
-// refusal: why this rank cannot take part.
+// `refusal`: why this rank cannot take part, if it cannot.
 Greeted exchange_hellos(const Allgather& allgather, const std::string& type, const Host& host,
                         int64_t unread_bytes, const std::optional<Error>& refusal) {
   Hello mine{};
@@ -67,9 +67,9 @@ Greeted exchange_hellos(const Allgather& allgather, const std::string& type, con
   for (size_t rank = 0; rank < all.size(); ++rank) {
     const std::string version = text_of(all[rank].version), its_type = text_of(all[rank].type);
     require(version == CGX_VERSION, CGX_MISMATCH, "this rank runs cgx ", CGX_VERSION, ", rank ",
-            rank, " cgx ", version, ": install one version on all hosts");
-    require(its_type == type, CGX_MISMATCH, "COMMUNICATOR_TYPE (or the transport asked for) is ",
-            type, " on this rank, ", its_type, " on rank ", rank);
+            rank, " cgx ", version, ": install the same version on all hosts");
+    require(its_type == type, CGX_MISMATCH, "COMMUNICATOR_TYPE (or the transport argument) is ",
+            type, " on this rank, but ", its_type, " on rank ", rank);
     require(all[rank].status == CGX_OK, CGX_SYSTEM, "rank ", rank,
             " cannot take part: ", text_of(all[rank].refusal));
   }
@@ -81,7 +81,7 @@ Greeted exchange_hellos(const Allgather& allgather, const std::string& type, con
   return {std::make_shared<Topology>(number_hosts(hosts)), unread_bytes};
 }
 
-// Runs `work`; returns what it threw.
+// Runs `work` and returns its exception, if any.
 template <typename Work>
 std::optional<Error> failure_of(Work&& work) {
   try {
@@ -94,8 +94,8 @@ std::optional<Error> failure_of(Work&& work) {
   return std::nullopt;
 }
 
-// One transport: nullptr and why, if these ranks cannot have it. What fails on this rank alone is
-// told to the others in the next exchange, so that all stay in step.
+// Tries one transport. Returns nullptr and the reason if it does not connect these ranks. A failure
+// on this rank is sent to the others in the next exchange, so that all take the same steps.
 std::unique_ptr<Transport> try_transport(const TransportEntry& entry, int rank, int size,
                                          const Allgather& allgather, Communicator::Seconds timeout,
                                          std::string* why) {
@@ -103,7 +103,7 @@ std::unique_ptr<Transport> try_transport(const TransportEntry& entry, int rank, 
   Offered mine{};
   const auto no_offer = failure_of([&] {
     connector = entry.make(rank, size);
-    require(connector != nullptr, CGX_SYSTEM, "it has not been started");
+    require(connector != nullptr, CGX_SYSTEM, "it is not initialized");
     const Bytes offer = connector->offer();
     require(offer.size() <= kOfferBytes, CGX_INTERNAL, "offer of ", offer.size(), " bytes");
     std::copy(offer.begin(), offer.end(), mine.offer);
@@ -160,12 +160,12 @@ CommunicatorRef connect(const std::string& name, int rank, int noise_rank, int s
   const auto refusal = failure_of([&] {
     Registry::instance().require_free(name);
     unread_bytes = env_fusion_buffer_bytes();
-    (void)env_timeout_seconds();  // also where the caller gives a timeout
+    (void)env_timeout_seconds();  // validates it even if the caller passes a timeout
     host = this_host();
   });
   const Greeted greeted = exchange_hellos(allgather, type, host, unread_bytes, refusal);
   std::string tried;
-  const bool any = type == "AUTO" || type == "NCCL";  // NCCL is between devices only
+  const bool any = type == "AUTO" || type == "NCCL";  // NCCL applies to GPUs only
   for (const auto& entry : transport_table()) {
     if (!any && type != entry.communicator_type) continue;
     std::string why;
@@ -229,16 +229,17 @@ CommunicatorRef group(Communicator& parent, const std::vector<int>& ranks,
     require(rank >= 0 && rank < parent.size, CGX_INVALID_ARGUMENT, "rank ", rank,
             " is not in communicator '", parent.name, "' of size ", parent.size);
     require(std::count(ranks.begin(), ranks.end(), rank) == 1, CGX_INVALID_ARGUMENT, "rank ", rank,
-            " is listed twice");
+            " is listed twice: list each rank once");
     list += join(list.empty() ? "" : ",", rank);
   }
   const auto self = std::find(ranks.begin(), ranks.end(), parent.rank);
   require(self != ranks.end(), CGX_INVALID_ARGUMENT, "this rank, ", parent.rank,
-          ", is not among the ranks [", list, "]: only members call");
-  // Ranks that are threads share the registry: each one's communicator has a name of its own.
+          ", is not in the list [", list, "]: only listed ranks may call");
+  // Ranks that are threads share the registry, so their communicators need different names.
   const std::string own =
       std::string(parent.transport_name()) == "thread" ? join(name, "/", parent.rank) : name;
-  // The list is part of the key: other members may be making another group of the same name.
+  // The list is part of the key, because other ranks may be creating another group of the same
+  // name.
   const uint64_t hash = fnv1a(std::as_bytes(std::span(list)));
   const std::string key = internal_key(join(name, "#", hash), "group");
   const Allgather allgather = [&](const Bytes& mine) {

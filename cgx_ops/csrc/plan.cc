@@ -16,7 +16,7 @@
 namespace cgx {
 namespace {
 
-// How a segment travels: as its call says, or its own config, but in bits and buckets of its own.
+// The config of a segment: its own or the call's, with the segment's bits and bucket_size.
 cgx_config_t segment_config(const cgx_collective_t& call, const cgx_segment_t& segment) {
   cgx_config_t config = segment.config ? *segment.config : call.config;
   config.bits = segment.bits;
@@ -24,7 +24,7 @@ cgx_config_t segment_config(const cgx_collective_t& call, const cgx_segment_t& s
   return config;
 }
 
-// The call's config with harmless bits and buckets, so that only its other fields are checked.
+// The call's config with valid bits and bucket_size, to check only its other fields.
 cgx_config_t call_config(const cgx_collective_t& call) {
   cgx_config_t config = call.config;
   config.bits = kExactBits;
@@ -37,36 +37,36 @@ bool same(const cgx_config_t& a, const cgx_config_t& b) {
   return std::memcmp(&a, &b, sizeof(a)) == 0;
 }
 
-// Segments that lie in one buffer must not overlap. Lists of pointers are the caller's word.
-// `most`: elements, of all segments together and of a block.
+// Segments in one buffer must not overlap. Lists of pointers are not checked for overlaps. `most`:
+// the limit on elements, of all segments together and of a block.
 void check_segments(const cgx_collective_t& call, int64_t most) {
   in_range("num_segments", call.num_segments, 0, kMostElements, kCountsAccepted);
   check_pointer(call.segments, call.num_segments, "segments", "segments");
-  // The check of a segment that has none of its own covers the call's config.
+  // Otherwise the check of the first segment covers the call's config.
   if (call.num_segments == 0 || call.segments[0].config) check_config(call_config(call));
   in_range("block_numel", call.block_numel, 0, most, "0 or more, in all blocks at most 2^59");
   const bool in_one_buffer = !call.inputs && !call.outputs;
   const int64_t block_numel = in_one_buffer ? call.block_numel : 0;
   int64_t total = 0;
-  std::optional<cgx_config_t> checked;  // the last; most segments have one config
+  std::optional<cgx_config_t> checked;  // most segments have the same config, so keep the last
   std::vector<std::pair<int64_t, int64_t>> ranges;
   for (int64_t i = 0; i < call.num_segments; ++i) {
     const auto& segment = call.segments[i];
     require(segment.offset >= 0 && segment.numel >= 0, CGX_INVALID_ARGUMENT, "segment ", i,
             " has offset ", segment.offset, " and numel ", segment.numel,
-            "; both must be 0 or more");
+            "; both must be at least 0");
     require(segment.offset <= most &&
                 segment.numel <= most - (in_one_buffer ? segment.offset : 0) &&
                 segment.numel <= most - total,
             CGX_INVALID_ARGUMENT, "segment ", i, " has offset ", segment.offset, " and numel ",
-            segment.numel, "; all ranks' elements together may be 2^59 at most");
+            segment.numel, "; all ranks together may have at most 2^59 elements");
     total += segment.numel;
     const cgx_config_t config = segment_config(call, segment);
     if (!checked || !same(config, *checked)) check_config(config);
     checked = config;
     require(block_numel == 0 || segment.offset + segment.numel <= block_numel, CGX_INVALID_ARGUMENT,
             "segment ", i, " ends at element ", segment.offset + segment.numel,
-            ", behind the block of ", block_numel);
+            ", beyond the block of ", block_numel);
     if (segment.numel > 0 && in_one_buffer && call.num_segments > 1)
       ranges.emplace_back(segment.offset, segment.offset + segment.numel);
   }
@@ -76,7 +76,7 @@ void check_segments(const cgx_collective_t& call, int64_t most) {
             "segments overlap at element ", ranges[i].first);
 }
 
-// As ranks compare it: CGX_CODECS_OWN is replaced by the rounding that the compressor uses.
+// The config that ranks compare. CGX_CODECS_OWN is replaced by the compressor's rounding.
 AgreedConfig agreed_config(cgx_config_t config, int64_t algorithm = CGX_AUTO) {
   config.rounding = static_cast<int64_t>(rounding_of(config));
   config.algorithm = algorithm;
@@ -85,12 +85,12 @@ AgreedConfig agreed_config(cgx_config_t config, int64_t algorithm = CGX_AUTO) {
   return agreed;
 }
 
-// Of what is not in the agreement, which has the first segment's config.
+// Hashes the segments. The agreement contains only the first segment's config.
 uint64_t hash_segments(const cgx_collective_t& call) {
   uint64_t hash = fnv1a({});
   if (call.num_segments == 0) return hash;
   cgx_config_t first = segment_config(call, call.segments[0]);
-  for (int64_t i = 0; i < call.num_segments; ++i) {  // where they lie is each rank's own business
+  for (int64_t i = 0; i < call.num_segments; ++i) {  // offsets may differ between ranks
     const cgx_segment_t& segment = call.segments[i];
     const int64_t fields[] = {segment.numel, segment.bucket_size, segment.bits};
     hash = fnv1a(std::as_bytes(std::span(fields)), hash);
@@ -102,7 +102,7 @@ uint64_t hash_segments(const cgx_collective_t& call) {
   return hash;
 }
 
-// A peer's number may be outside of the table.
+// Names a number of a peer, which may be out of range.
 template <size_t N>
 const char* name_of(const char* const (&names)[N], int number) {
   return number >= 0 && number < static_cast<int>(N) ? names[number] : "unknown";
@@ -120,7 +120,7 @@ const char* op_name(int op) {
   return name_of(kNames, op);
 }
 
-// Lists of pointers: complete, and for calls that have them.
+// Lists of pointers must be complete and supported by the verb.
 void check_lists(const cgx_collective_t& call, const Plan& plan, BuffersUsed used) {
   struct Row {
     const char* name;
@@ -131,21 +131,22 @@ void check_lists(const cgx_collective_t& call, const Plan& plan, BuffersUsed use
   for (const Row& row : rows) {
     if (!row.pointers) continue;
     require(plan.verb->lists, CGX_INVALID_ARGUMENT, row.name, " are given for ", plan.verb->name,
-            ", whose segments lie in one buffer: give input and output");
+            ", whose segments are in one buffer: use input and output");
     for (int64_t i = 0; i < call.num_segments && row.used; ++i)
       require(row.pointers[i] || call.segments[i].numel == 0, CGX_INVALID_ARGUMENT, row.name, "[",
               i, "] is a null pointer; it holds ", call.segments[i].numel, " elements");
   }
   if (!call.residuals) return;
   require(plan.verb->residuals != Residuals::kNone, CGX_INVALID_ARGUMENT,
-          "residuals are given for ", plan.verb->name, ", which has none: leave them out");
+          "residuals are given for ", plan.verb->name,
+          ", which does not support them: leave them out");
   require(plan.verb->residuals == Residuals::kAnywhere || call.device == CGX_CPU, CGX_UNSUPPORTED,
-          "residuals are given for ", plan.verb->name, " on a device: it has them on the CPU only");
+          "residuals are given for ", plan.verb->name, " on a GPU: only the CPU supports them");
   require(plan.op == Op::kSum || plan.op == Op::kAvg, CGX_INVALID_ARGUMENT,
-          "residuals are given for op ", op_name(call.op), ": only sum and avg have them");
+          "residuals are given for op ", op_name(call.op), ": only sum and avg support them");
 }
 
-// Where displacements count from.
+// The base of all offsets.
 const void* first_of(const void* const* pointers, int64_t count) {
   const auto found = std::find_if(pointers, pointers + count, [](const void* p) { return p; });
   return found == pointers + count ? nullptr : *found;
@@ -158,8 +159,9 @@ int64_t distance(const void* from, const void* to) {
   return static_cast<int64_t>(reinterpret_cast<uintptr_t>(to) - reinterpret_cast<uintptr_t>(from));
 }
 
-// Of one program: a runtime numbers the launches of each from a number of its own, anywhere in 32
-// bits. Those of two that are near by chance, one in 32,768, are refused for nothing.
+// Whether two launches belong to one program and differ. Runtimes number each program's launches
+// from an arbitrary 32-bit number. Launches of two programs are close by chance in one of 32,768
+// cases, and are then rejected wrongly.
 bool of_other_launches(const Agreement& left, const Agreement& right) {
   constexpr uint32_t kNear = 1 << 16;
   const auto ahead = static_cast<uint32_t>(right.launch) - static_cast<uint32_t>(left.launch);
@@ -211,14 +213,15 @@ Plan make_plan(const cgx_collective_t& call, int rank, int size, BuffersUsed use
     segment.output_at =
         call.outputs ? distance(plan.output, call.outputs[i]) : plan.bytes(given.offset);
     if (call.residuals) segment.residual = static_cast<std::byte*>(call.residuals[i]);
-    // A bucket larger than the segment: one, with the same bytes, whose size cannot overflow.
+    // A bucket larger than the segment is reduced to one with the same bytes, whose size cannot
+    // overflow.
     const int64_t bucket_size =
         config.skip_incomplete_buckets
             ? std::min(given.bucket_size, given.numel + 1)
             : std::min(given.bucket_size, std::max<int64_t>(1, given.numel));
     CodecSettings codec = settings_of(config, plan.dtype);
     codec.bucket_size = bucket_size;
-    // A vote among a few values is one too.
+    // Votes are compressed at any size.
     if (config.compressor != CGX_SIGN &&
         given.numel < std::max<int64_t>(CGX_SMALLEST_COMPRESSED, config.minimal_size))
       codec.bits = kExactBits;
@@ -232,7 +235,7 @@ Plan make_plan(const cgx_collective_t& call, int rank, int size, BuffersUsed use
   if (in_one_buffer) plan.block_numel = end;
   require(!compressed || plan.op == Op::kSum || plan.op == Op::kAvg || !plan.verb->reduces,
           CGX_UNSUPPORTED, "op ", op_name(call.op),
-          " is not defined on compressed values: use sum or avg, or bits=32 (exact)");
+          " is not supported for compressed values: use sum or avg, or bits=32 (uncompressed)");
   if (used.input && !call.inputs)
     check_pointer(call.input, end * (plan.verb->blocks_in ? size : 1), "input");
   if (used.output && !call.outputs)
@@ -292,13 +295,14 @@ std::string difference(const Agreement& left, const Agreement& right) {
       {"divisor", [](const Agreement& a) { return std::to_string(a.divisor); }},
       {"number of segments", [](const Agreement& a) { return std::to_string(a.num_segments); }},
       {"block_numel", [](const Agreement& a) { return std::to_string(a.block_numel); }},
-      {"the seed of the places", [](const Agreement& a) { return std::to_string(a.shared_seeds); }},
+      {"the seed of the random indices",
+       [](const Agreement& a) { return std::to_string(a.shared_seeds); }},
   };
   std::string text;
   if (of_other_launches(left, right))
-    text =
-        join("launch ", left.launch, " of a program against ", right.launch,
-             " (where one failed on some ranks only, they are out of step: start all ranks anew)");
+    text = join("launch ", left.launch, " against ", right.launch,
+                " of one program (if a launch failed on some ranks only, they are out of step: "
+                "restart all ranks)");
   const auto compare = [&](std::string_view name, const std::string& a, const std::string& b) {
     if (a != b) text += join(text.empty() ? "" : ", ", name, " ", a, " against ", b);
   };
@@ -307,7 +311,7 @@ std::string difference(const Agreement& left, const Agreement& right) {
     const ConfigField& field = config_table()[i];
     compare(field.name, config_name(field, left.config[i]), config_name(field, right.config[i]));
   }
-  return text.empty() ? "segments of other sizes or settings, or on devices another name" : text;
+  return text.empty() ? "sizes or settings of segments or, on GPUs, the name" : text;
 }
 
 }  // namespace cgx

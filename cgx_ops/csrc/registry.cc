@@ -5,10 +5,11 @@
 namespace cgx {
 
 void check_name(const std::string& name) {
-  constexpr size_t kLongest = 512;  // making a communicator adds to it, below kLongestName
-  require(!name.empty(), CGX_INVALID_ARGUMENT, "a communicator needs a name");
-  require(name.size() <= kLongest, CGX_INVALID_ARGUMENT, "the name has ", name.size(),
-          " bytes; at most ", kLongest);
+  constexpr size_t kLongest = 512;  // names of derived communicators are longer, but stay below
+                                    // kLongestName
+  require(!name.empty(), CGX_INVALID_ARGUMENT, "the communicator's name is empty: give one");
+  require(name.size() <= kLongest, CGX_INVALID_ARGUMENT, "the communicator's name has ",
+          name.size(), " bytes; accepted: at most ", kLongest);
 }
 
 Registry& Registry::instance() {
@@ -25,7 +26,7 @@ void Registry::require_free_locked(const std::string& name) const {
   check_name(name);
   for (const auto& [id, communicator] : communicators_)
     require(communicator->name != name, CGX_INVALID_ARGUMENT, "a communicator named '", name,
-            "' exists: close it first, or choose another name");
+            "' exists: close it first, or use another name");
 }
 
 int32_t Registry::add(CommunicatorRef communicator) {
@@ -49,8 +50,8 @@ CommunicatorRef Registry::get(int32_t id) const {
   const auto found = communicators_.find(id);
   if (found != communicators_.end()) return found->second;
   const bool existed = id == kWorld ? had_world_ : id > kWorld && id < next_;
-  require(!existed, CGX_CLOSED, "communicator ", id, " was closed on this rank: make another one");
-  fail(CGX_NOT_FOUND, "no communicator ", id, "; cgx_init makes the world, 0");
+  require(!existed, CGX_CLOSED, "communicator ", id, " was closed on this rank: create a new one");
+  fail(CGX_NOT_FOUND, "there is no communicator ", id, "; cgx_init creates the world, 0");
 }
 
 std::vector<CommunicatorRef> Registry::all() const {
@@ -74,7 +75,7 @@ int32_t Registry::find(const std::string& name) const {
     known += join(known.empty() ? "'" : ", '", communicator->name, "'");
   }
   fail(CGX_NOT_FOUND, "no communicator is named '", name,
-       "'; known: ", known.empty() ? "none" : known);
+       "'; existing: ", known.empty() ? "none" : known);
 }
 
 CommunicatorRef Registry::remove(int32_t id) {

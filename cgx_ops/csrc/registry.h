@@ -1,5 +1,5 @@
-// The communicators of this process by small integers and names: the only process-wide state of the
-// core. The communicator named "world" is 0.
+// The communicators of this process, by id and name. This is the only process-wide state of the
+// core. The communicator named "world" has id 0.
 #pragma once
 
 #include <map>
@@ -11,7 +11,7 @@
 
 namespace cgx {
 
-// Throws Error(CGX_INVALID_ARGUMENT) if nothing can be called so.
+// Throws Error(CGX_INVALID_ARGUMENT) unless the name is valid.
 void check_name(const std::string& name);
 
 class Registry {
@@ -22,11 +22,11 @@ class Registry {
 
   int32_t add(CommunicatorRef communicator);  // throws if the name is taken
   void require_free(const std::string& name) const;
-  CommunicatorRef get(int32_t id) const;  // throws CGX_NOT_FOUND, or CGX_CLOSED
+  CommunicatorRef get(int32_t id) const;  // throws CGX_NOT_FOUND or CGX_CLOSED
   CommunicatorRef find_world() const;     // nullptr before cgx_init
   int32_t find(const std::string& name) const;
   std::vector<CommunicatorRef> all() const;
-  int32_t next(int32_t after) const;  // the smallest id above it, or -1
+  int32_t next(int32_t after) const;  // the smallest id greater than `after`, or -1
   CommunicatorRef remove(int32_t id);
   std::vector<CommunicatorRef> remove_all();
 

@@ -1,5 +1,5 @@
-// Sums of what this process has sent: by communicators that were closed, and by the collectives of
-// frameworks that carry messages of the core (cgx.h, section 5).
+// Traffic totals of this process: of closed communicators, and of collectives whose messages the
+// caller sends (cgx.h, section 5).
 #pragma once
 
 #include <atomic>
@@ -14,9 +14,9 @@ class Traffic {
   static Traffic& closed();
   static Traffic& carried();
 
-  // One or several collectives. bytes_plain: as in cgx_comm_info_t.
+  // Adds collectives. bytes_plain: as in cgx_comm_info_t.
   void add(int64_t collectives, int64_t bytes_in, int64_t bytes_plain, int64_t bytes_sent);
-  // Bytes of a collective that was added.
+  // Adds bytes to a collective that was added before.
   void add_sent(int64_t bytes) { bytes_sent_ += bytes; }
   void add_to(cgx_traffic_t* sum) const;
 

@@ -116,7 +116,7 @@ CODEC_CALLS: dict[str, tuple[Callable[[], None], str]] = {
     "no messages": (sum_encoded(messages=None), "messages is a null pointer"),
     "no result": (sum_encoded(result=None), "message is a null pointer"),
     "no count": (sum_encoded(count=0), "num_messages is 0"),
-    "stride": (sum_encoded(stride=527), "stride is 527; the longest of 2 messages has 528"),
+    "stride": (sum_encoded(stride=527), "stride is 527, but the longest of 2 messages has 528"),
     "negative stride": (sum_encoded(stride=-1), "stride is -1"),
     "most negative stride": (sum_encoded(stride=-HUGE), f"stride is -{HUGE}"),
     "endless stride": (sum_encoded(stride=HUGE, count=3), f"stride is {HUGE}"),
@@ -196,10 +196,10 @@ PLANS: dict[str, tuple[list[structs.Segment] | None, int | None, dict[str, Any],
     "no segments": (None, 1, {}, "segments is a null pointer; it holds 1 segments"),
     "negative count": (None, -1, {}, "num_segments is -1"),
     "endless count": (None, HUGE, {}, "num_segments is"),
-    "offset": ([segment(offset=-1)], None, {}, "both must be 0 or more"),
-    "numel": ([segment(numel=-1)], None, {}, "both must be 0 or more"),
-    "far away": ([segment(offset=HUGE)], None, {}, "2^59 at most"),
-    "huge": ([segment(numel=2**59)], None, {}, "2^59 at most"),
+    "offset": ([segment(offset=-1)], None, {}, "both must be at least 0"),
+    "numel": ([segment(numel=-1)], None, {}, "both must be at least 0"),
+    "far away": ([segment(offset=HUGE)], None, {}, "at most 2^59"),
+    "huge": ([segment(numel=2**59)], None, {}, "at most 2^59"),
     "huge together": ([segment(numel=2**57) for _ in range(5)], None, {"lists": True}, "2^59 at"),
     "block": ([segment()], None, {"block_numel": -1, "verb": 1}, "block_numel is -1"),
     "blocks": ([segment()], None, {"block_numel": 2**59, "verb": 1}, "block_numel is"),
@@ -274,5 +274,5 @@ def test_an_allgather_that_does_nothing_is_noticed(step: int) -> None:
 
     with ThreadPoolExecutor(2) as ranks:
         first, second = ranks.map(create, range(2), timeout=30)
-    assert "gave back other bytes" in first
+    assert "did not return this rank's own bytes" in first
     assert "allgather failed" in second

@@ -287,7 +287,7 @@ BAD_CALLS: dict[str, tuple[Callable[..., None], dict[str, Any], dict[str, Any], 
     "hierarchical": (_plan, {}, {"algorithm": 4}, InvalidArgument, "algorithm is hierarchical"),
     "dtype": (_encode, {}, {"dtype": 7}, InvalidArgument, "dtype is 7"),
     "rounding": (_plan, {}, {"rounding": 4}, InvalidArgument, "rounding is 4; it must be one of"),
-    "op": (_encode, {}, {"op": 3}, Unsupported, "op max is not defined on compressed values"),
+    "op": (_encode, {}, {"op": 3}, Unsupported, "op max is not supported for compressed values"),
     "input": (_encode, {}, {"input": None}, InvalidArgument, "input is a null pointer"),
     "output": (_decode, {}, {"output": None}, InvalidArgument, "output is a null pointer"),
     "alone": (_decode, {"rank": 0, "size": 1}, {"input": None}, InvalidArgument, "input is a null"),
@@ -355,7 +355,7 @@ def test_seeds_of_places_that_differ(algorithm: Algorithm) -> None:
         with pytest.raises(MismatchError) as caught:
             read(arrived)
         said = str(caught.value)
-        assert f"ranks {rank.rank} and {other} disagree on the random indices" in said
+        assert f"ranks {rank.rank} and {other} disagree: the seed of the random indices" in said
         assert "against" in said
 
 

@@ -208,7 +208,7 @@ def test_randk_s_seeds_must_agree_and_noise_s_need_not() -> None:
         return str(caught.value)
 
     errors = launch.threads(2, run)
-    assert len(set(errors)) == 1 and "the seed of the places" in errors[0], errors
+    assert len(set(errors)) == 1 and "the seed of the random indices" in errors[0], errors
 
 
 def test_segments_that_differ_are_a_disagreement() -> None:
@@ -219,7 +219,7 @@ def test_segments_that_differ_are_a_disagreement() -> None:
             comm.allreduce(normal(rank, 1000), segments=segments, config=Config())
         return str(caught.value)
 
-    assert all("segments of other" in error for error in launch.threads(2, run))
+    assert all("sizes or settings of segments" in error for error in launch.threads(2, run))
 
 
 @pytest.mark.parametrize("route", ["sra", "ring"])
@@ -237,5 +237,5 @@ def test_threshold_cannot_be_cut(route: Any) -> None:
 @pytest.mark.parametrize("compressor", [each for each in COMPRESSORS if each != "half"])
 def test_only_sums_are_compressed(compressor: Any) -> None:
     comm = Communicator.local(2)[0]
-    with pytest.raises(Unsupported, match="op max is not defined on compressed values"):
+    with pytest.raises(Unsupported, match="op max is not supported for compressed values"):
         comm.allreduce(np.ones(100, np.float32), "max", Config(compressor=compressor))

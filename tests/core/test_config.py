@@ -209,8 +209,8 @@ def test_a_text_may_leave_fields_out_and_have_any_order() -> None:
         ("minimal_size=-1", "minimal_size is -1;"),
         ("bits=4 bits=4", "bits is given twice"),
         ("bits=4 speed=2", "a config has no 'speed'; it has bits, bucket_size, rounding"),
-        ("bits=4  algorithm='sra'", "a config has no ' algorithm'"),
-        (" bits=4", "a config has no ' bits'"),
+        ("bits=4  algorithm='sra'", "a config has no field ' algorithm'"),
+        (" bits=4", "a config has no field ' bits'"),
         ("=", "a config has no ''"),
     ],
 )

@@ -153,7 +153,7 @@ def test_unmatched() -> None:
         ({"density": 1.5}, "density is 1.5; it must be"),
         ({"compressor": "levels", "density": 0.1}, "belongs to topk"),
         ({"compressor": "levels", "bits": 7}, "from 1 to 4, or 32"),
-        ({"density": 0.1, "rotation": 32}, "does not have"),
+        ({"density": 0.1, "rotation": 32}, "does not support"),
         (
             {"typo": 1, "seed": 2},
             "sets seed, typo, which rules cannot set; accepted: bits, bucket_size",
@@ -191,7 +191,7 @@ def test_settings_that_exclude_each_other() -> None:
     says = "rules 'head.proj', 'head' for parameter 'head.proj.weight': .*from 1 to 4"
     with pytest.raises(InvalidArgument, match=says):
         rules.of("head.proj.weight", 2, CONFIG)
-    with pytest.raises(InvalidArgument, match=r"rules 'a' for parameter 'a.b': .*does not have"):
+    with pytest.raises(InvalidArgument, match=r"rules 'a' for parameter 'a.b': .*does not support"):
         Rules([("a", {"density": 0.1})]).of("a.b", 2, CONFIG)
     # Another rule may set the compressor.
     both = Rules([("a.b", {"density": 0.1}), ("a", {"compressor": "topk"})])

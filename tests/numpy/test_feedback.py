@@ -242,7 +242,7 @@ def test_exact_calls_have_no_residual() -> None:
 def test_only_sums_have_residuals() -> None:
     comm = Communicator.local(2)[0]
     x = np.ones(100, np.float32)
-    with pytest.raises(InvalidArgument, match="only sum and avg have them"):
+    with pytest.raises(InvalidArgument, match="only sum and avg support them"):
         comm.allreduce(x, "max", Config(bits=32), residual=np.zeros_like(x))
 
 
@@ -251,9 +251,12 @@ def test_only_sums_have_residuals() -> None:
     [
         ({"compressor": "sign"}, "'sign': a vote has no magnitude"),
         ({"compressor": "ternary"}, "'ternary': without clip=True"),
-        ({"compressor": "qsgd", "bits": 2}, "'qsgd': the error of 2 bits in buckets of 512"),
-        ({"compressor": "qsgd", "bits": 4}, "give more bits or smaller buckets"),
-        ({"compressor": "qsgd", "bits": 8, "gather_bits": 2}, "the error of 2 bits"),
+        (
+            {"compressor": "qsgd", "bits": 2},
+            "'qsgd': the squared error of 2 bits in buckets of 512",
+        ),
+        ({"compressor": "qsgd", "bits": 4}, "use more bits or smaller buckets"),
+        ({"compressor": "qsgd", "bits": 8, "gather_bits": 2}, "the squared error of 2 bits"),
         ({"bits": 1}, "'uniform': at 1 bit"),
         ({"bits": 4, "gather_bits": 1}, "'uniform': at 1 bit"),
         ({"bits": 4, "intra_bits": 1}, "'uniform': at 1 bit"),

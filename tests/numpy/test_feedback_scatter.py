@@ -99,7 +99,7 @@ def test_bad_residuals() -> None:
                 comm.reduce_scatter(x, "sum", config, residual=residual)
         with pytest.raises(InvalidArgument, match="a vote has no magnitude"):
             comm.reduce_scatter(x, "sum", Config(compressor="sign"), residual=x * 0)
-        with pytest.raises(InvalidArgument, match="only sum and avg have them"):
+        with pytest.raises(InvalidArgument, match="only sum and avg support them"):
             comm.reduce_scatter(x, "max", Config(bits=32), residual=x * 0)
 
     launch.threads(2, rank_of)

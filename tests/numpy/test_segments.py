@@ -210,7 +210,7 @@ def test_a_missing_buffer(which: str) -> None:
 def test_lists_are_for_allreduce_and_residuals_for_sums() -> None:
     comm = Communicator.local(2)[0]
     xs = inputs(0, "float32")
-    with pytest.raises(InvalidArgument, match="lie in one buffer"):
+    with pytest.raises(InvalidArgument, match="are in one buffer"):
         run(call_of(comm, "float32", verb=tables.VERBS["all_gather"]["id"]), xs, xs)
     exact = call_of(comm, "float32", op=tables.OPS["max"])
     for segment in exact.segments[: len(NUMELS)]:

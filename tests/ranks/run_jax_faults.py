@@ -117,7 +117,7 @@ def launches_out_of_step() -> None:
         fails(launch, "no such number")
         failing = False
     for _ in range(3):
-        fails(launch, "FAILED_PRECONDITION", "disagree on", "launch ", "start all ranks anew")
+        fails(launch, "FAILED_PRECONDITION", "disagree on", "launch ", "restart all ranks")
     check_together()  # another program, which is in step
 
 

@@ -134,7 +134,7 @@ def ranks_that_differ() -> None:
         *(
             (
                 {"compressor": "randk", "name": f"of {RANK}", "carrier": "c10d", "algorithm": by},
-                "the seed of the places",
+                "the seed of the random indices",
             )
             for by in ("one_shot", "sra")
         ),

@@ -344,7 +344,7 @@ def bad_calls() -> None:
         reduce_scatter(x, config=nearest, residual=x[:39])
     with refused(ValueError, "op 'max' does not support residuals"):
         reduce_scatter(x, "max", bits=32, residual=x)
-    with refused(ValueError, "bits=32: nothing is lost"):
+    with refused(ValueError, "bits=32: there is no quantization error"):
         reduce_scatter(x, bits=32, residual=x)
     with refused(ValueError, "op is 'max'", "'sum' or 'avg'"):
         compress_grads(x, op="max")

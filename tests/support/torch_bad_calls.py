@@ -72,14 +72,14 @@ BAD_CALLS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "a keyword that does not fit": (
         lambda: tc.allreduce(X, 2, config="compressor='topk'"),
         ValueError,
-        "bits is 2; compressor='topk' has no bits to choose",
+        "bits is 2; compressor='topk' has a fixed width",
     ),
     "algorithm": (
         lambda: tc.allreduce(X, config="algorithm='tree'"),
         ValueError,
         "'tree'.*'auto'.*'ring'",
     ),
-    "group": (lambda: tc.allreduce(X, group_name="no"), ValueError, "'no'.*known: .*'world'"),
+    "group": (lambda: tc.allreduce(X, group_name="no"), ValueError, "'no'.*existing: .*'world'"),
     "group of c10d": (
         lambda: tc.allreduce(X, group_name="no", carrier="c10d"),
         ValueError,

@@ -96,7 +96,7 @@ def test_an_input_and_its_residual_have_one_gradient() -> None:
     [
         ({"compressor": "sign"}, "a vote has no magnitude"),
         ({"compressor": "ternary"}, "without clip=True its error is larger than the signal"),
-        ({"compressor": "qsgd", "bits": 2, "bucket_size": 100}, "give more bits or smaller"),
+        ({"compressor": "qsgd", "bits": 2, "bucket_size": 100}, "use more bits or smaller"),
     ],
 )
 def test_feedback_that_diverges(keywords: dict[str, Any], words: str) -> None:
@@ -121,7 +121,7 @@ def test_feedback_that_diverges(keywords: dict[str, Any], words: str) -> None:
             ValueError,
             "'max' does not support residuals",
         ),
-        (torch.zeros(100), {"bits": 32}, ValueError, "bits=32: nothing is lost that it could add"),
+        (torch.zeros(100), {"bits": 32}, ValueError, "bits=32: there is no quantization error"),
     ],
 )
 def test_what_does_not_fit(
@@ -154,5 +154,7 @@ def test_a_kernel_with_another_number_of_residuals() -> None:
 @pytest.mark.parametrize("carrier", ["native", "c10d"])
 def test_an_exact_list(carrier: str) -> None:
     xs = [torch.ones(100), torch.ones(20)]
-    with pytest.raises(ValueError, match=r"bits=32: nothing is lost .*leave it out, or give fewer"):
+    with pytest.raises(
+        ValueError, match=r"bits=32: there is no quantization error.*leave it out, or use fewer"
+    ):
         tc.feedback_list(xs, list(map(torch.zeros_like, xs)), bits=32, carrier=carrier)

@@ -83,7 +83,7 @@ void Carried::check_seeds(int source, const std::byte* message) const {
   uint64_t theirs;
   std::memcpy(&theirs, message, sizeof(theirs));
   require(theirs == *seeds_, CGX_MISMATCH, "ranks ", plan_.rank, " and ", source,
-          " disagree on the random indices: their seeds have the hash ", *seeds_, " against ",
+          " disagree: the seed of the random indices ", *seeds_, " against ",
           theirs, "; every rank must pass the same seed or key");
 }
 

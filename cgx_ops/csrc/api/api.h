@@ -1,5 +1,5 @@
-// What every function of cgx.h is wrapped in: failures become a status, and this thread's error
-// text and field.
+// Wraps every function of cgx.h: converts exceptions to a status, and sets this thread's error text
+// and field.
 #pragma once
 
 #include <atomic>
@@ -16,16 +16,15 @@ inline thread_local std::string last_error;
 inline thread_local int32_t last_error_field = Error::kNoField;
 inline std::atomic<bool> forked{false};
 
-// A forked child is refused what this is called for: the threads, the memory, the MPI and the CUDA
-// of its parent are not its own.
+// Throws in a forked child: threads, memory, MPI and CUDA of the parent do not work there.
 inline void refuse_forked() {
   require(!forked, CGX_CLOSED,
-          "this process is a forked child of one that uses cgx: communicators and GPUs belong to "
-          "the parent; start workers with spawn to use cgx in them");
+          "this process was forked from one that uses cgx: communicators and GPUs belong to the "
+          "parent; start workers with spawn to use cgx in them");
 }
 
-// Arithmetic on arguments alone: it uses no thread but the caller's and no lock, so that it works
-// in a forked child too.
+// For functions that only compute on their arguments. They use no other threads and no locks, so
+// they work in a forked child.
 template <typename Work>
 cgx_status_t guarded_arithmetic(Work&& work) {
   const FloatMode mode;
@@ -58,14 +57,14 @@ cgx_status_t guarded(Work&& work) {
   });
 }
 
-// oldest: the size that the struct had when it first appeared; a caller built then still gives that
-// one, and what was appended since is not his.
+// `oldest`: the size of the struct when it first appeared. Callers built with those headers pass
+// this size, and do not have later fields.
 template <typename T>
 void check_struct(const T* given, const char* type, size_t oldest = sizeof(T)) {
   require(given != nullptr, CGX_INVALID_ARGUMENT, type, " is a null pointer");
   require(given->struct_size >= oldest && given->struct_size <= sizeof(T), CGX_INVALID_ARGUMENT,
           type, ".struct_size is ", given->struct_size, ", this libcgx (", CGX_VERSION,
-          ") expects ", sizeof(T), ": caller and library are of different versions");
+          ") expects ", sizeof(T), ": caller and library have different versions");
 }
 
 }  // namespace cgx

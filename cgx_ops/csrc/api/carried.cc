@@ -1,5 +1,5 @@
-// The functions of cgx.h, section 5: they need no communicator. Buffers that a step does not read
-// or write may be null.
+// The functions of cgx.h, section 5. They need no communicator. Buffers that a step does not use
+// may be null.
 #include "algorithm/carried.h"
 
 #include "api/api.h"
@@ -12,12 +12,12 @@ using namespace cgx;
 Carried make_carried(const cgx_carried_t* carried, BuffersUsed used) {
   check_struct(carried, "cgx_carried_t");
   check_struct(carried->call, "cgx_collective_t");
-  // One rank alone has nothing to carry: decode copies input to output.
+  // A single rank sends nothing: decode copies input to output.
   if (carried->size == 1) used.input = used.output;
   return {*carried->call, carried->rank, carried->size, used};
 }
 
-// Bytes for all peers of a rank, from those for each.
+// Multiplies the bytes for each peer by their number.
 int64_t to_peers(const cgx_carried_t& carried, int64_t bytes) { return (carried.size - 1) * bytes; }
 
 void count(const cgx_carried_t& carried, const Carried& made, int64_t message_bytes) {
@@ -30,11 +30,11 @@ void count(const cgx_carried_t& carried, const Carried& made, int64_t message_by
   Traffic::carried().add(1, made.plan().bytes_in(), made.plan().bytes_plain(), sent);
 }
 
-// A caller's buffer. Void is const or not, and so are the bytes.
+// Checks a caller's buffer. Void may be const.
 template <typename Void>
 auto bytes_at(Void* buffer, int64_t bytes, const char* what) {
   using Byte = std::conditional_t<std::is_const_v<Void>, const std::byte, std::byte>;
-  require(bytes >= 0, CGX_INVALID_ARGUMENT, what, " has ", bytes, " bytes; give its length");
+  require(bytes >= 0, CGX_INVALID_ARGUMENT, what, " has ", bytes, " bytes; pass its size");
   return std::span<Byte>(static_cast<Byte*>(buffer), bytes);
 }
 
@@ -45,8 +45,8 @@ cgx_status_t cgx_carried_plan(const cgx_carried_t* carried, int32_t* algorithm,
   return guarded_arithmetic([&] {
     const Carried made = make_carried(carried, {.input = false, .output = false});
     require(algorithm && scatter_bytes && gather_bytes, CGX_INVALID_ARGUMENT,
-            "algorithm, scatter_bytes or gather_bytes is a null pointer; give one int32 and twice "
-            "`size` int64");
+            "algorithm, scatter_bytes or gather_bytes is a null pointer; pass one int32 and two "
+            "arrays of `size` int64");
     *algorithm = made.plan().algorithm;
     for (int32_t rank = 0; rank < carried->size; ++rank) {
       scatter_bytes[rank] = made.scatter_bytes(rank);

@@ -1,6 +1,6 @@
-// The C API: the functions of cgx.h, except the descriptions in section 2 (describe.cc) and
-// sections 4 (config.cc), 5 (carried.cc) and 6 (codec.cc). Each converts and calls one layer below;
-// api.h turns exceptions into a status.
+// The functions of cgx.h, except for the descriptions of section 2 (describe.cc) and sections 4
+// (configs: config.cc), 5 (carried.cc) and 6 (codec.cc). Each converts its arguments and calls the
+// layer below; api.h converts exceptions.
 #include "cgx/cgx.h"
 
 #include <pthread.h>
@@ -27,12 +27,12 @@ namespace {
 using namespace cgx;
 
 std::mutex init_mutex;
-// Some rank has been lost, or never came: MPI_Finalize may wait for it.
+// A rank was lost or never came, so MPI_Finalize may wait for it.
 std::atomic<bool> job_failed{false};
 
-// Before anything that a forked child must not use. A variable that cannot be understood is told
-// here, on the rank whose it is, not in the first collective; kernels() is asked first, so that
-// children find it settled.
+// Runs before anything that a forked child must not use. Reports invalid environment variables
+// here, on the rank that has them, and not in the first collective. kernels() comes first, so that
+// it is initialized before forks.
 void prepare_process() {
   kernels();
   env_threads();
@@ -95,7 +95,7 @@ int64_t nanoseconds(Clock::duration time) {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(time).count();
 }
 
-// Null where every one is, or has no values.
+// The first non-null address of a segment with values; null if there is none.
 const void* first_buffer(const cgx_collective_t& call) {
   for (const void* buffer : {call.input, static_cast<const void*>(call.output)})
     if (buffer) return buffer;
@@ -120,7 +120,7 @@ cgx_status_t cgx_init(int32_t* world) {
     prepare_process();
     const std::lock_guard lock(init_mutex);
     if (!Registry::instance().find_world()) {
-      const bool failed = job_failed.exchange(true);  // unless make_world returns
+      const bool failed = job_failed.exchange(true);  // until make_world returns
       Registry::instance().add(make_world());
       job_failed = failed;
     }
@@ -156,14 +156,15 @@ cgx_status_t cgx_comm_create(const cgx_bootstrap_t* bootstrap, int32_t* comm) {
     require(noise_rank >= 0, CGX_INVALID_ARGUMENT, "noise_rank is ", noise_rank,
             "; accepted: 0 or more");
     const Allgather allgather = [&](const Bytes& mine) {
-      // A callback that did nothing, and says 0, is told by this rank's own place.
+      // Detects a callback that returns 0 without doing anything: this rank's own bytes stay
+      // inverted.
       Bytes all(mine.size() * size);
       const auto own = all.begin() + bootstrap->rank * mine.size();
       std::transform(mine.begin(), mine.end(), own, std::bit_not());
       require(bootstrap->allgather(bootstrap->context, mine.data(), mine.size(), all.data()) == 0,
-              CGX_SYSTEM, "the bootstrap's allgather failed");
+              CGX_SYSTEM, "the bootstrap's allgather failed: it must return 0");
       require(std::equal(mine.begin(), mine.end(), own), CGX_SYSTEM,
-              "the bootstrap's allgather gave back other bytes than this rank's own");
+              "the bootstrap's allgather did not return this rank's own bytes");
       std::vector<Bytes> blobs;
       for (int rank = 0; rank < size; ++rank)
         blobs.emplace_back(all.begin() + rank * mine.size(),
@@ -267,8 +268,9 @@ cgx_status_t cgx_start(const cgx_collective_t* collective, cgx_callback_t callba
   return guarded([&] {
     check_struct(collective, "cgx_collective_t");
     require((callback != nullptr) != (request != nullptr), CGX_INVALID_ARGUMENT,
-            "give either a callback or a place for the request");
-    // Nothing may fail once it has started: the caller would take its buffers away.
+            "pass either a callback or an address for the request");
+    // Allocate first: nothing may fail after the start, or the caller would free its buffers too
+    // early.
     auto owned = std::make_unique<cgx_request_t>();
     owned->communicator = Registry::instance().get(collective->comm);
     owned->collective = owned->communicator->start(*collective, callback, context);
@@ -279,7 +281,7 @@ cgx_status_t cgx_start(const cgx_collective_t* collective, cgx_callback_t callba
 cgx_status_t cgx_notify(cgx_request_t* request, cgx_callback_t callback, void* context) {
   return guarded([&] {
     require(callback != nullptr, CGX_INVALID_ARGUMENT, "callback is a null pointer");
-    const cgx_request_t kept = *request;  // what callback sets off may free the request
+    const cgx_request_t kept = *request;  // the callback may cause the request to be freed
     kept.communicator->notify(*kept.collective, callback, context);
   });
 }
@@ -289,7 +291,7 @@ cgx_status_t cgx_refuse(const cgx_collective_t* collective, cgx_status_t status,
   return guarded([&] {
     check_struct(collective, "cgx_collective_t");
     in_range("status", status, CGX_OK + 1, CGX_INTERNAL, "a cgx_status_t that is not CGX_OK");
-    require(message, CGX_INVALID_ARGUMENT, "a refusal needs a message");
+    require(message, CGX_INVALID_ARGUMENT, "a refusal needs a message: pass a text");
     Registry::instance().get(collective->comm)->refuse(*collective, status, message);
   });
 }
@@ -331,7 +333,9 @@ cgx_status_t cgx_wait(cgx_request_t* request) {
 cgx_status_t cgx_wait_for(cgx_request_t* request, double seconds, int32_t* done) {
   return guarded([&] {
     *done = request->communicator->wait(*request->collective, time_limit(seconds));
-    if (*done) request->communicator->wait(*request->collective);  // throws what it ended with
+    if (*done)
+      request->communicator->wait(*request->collective);  // throws the collective's
+                                                          // failure
   });
 }
 

@@ -1,5 +1,4 @@
-// The functions of cgx.h, section 6: sums and the codec alone. On the CPU they work in a forked
-// child too.
+// The functions of cgx.h, section 6. On the CPU they also work in a forked child.
 #include "compressor/codec.h"
 
 #include <algorithm>
@@ -17,14 +16,14 @@ namespace {
 
 using namespace cgx;
 
-// Values of a sum at a time: they stay in the first-level cache while it grows.
+// Values per block of a sum, so that it stays in the L1 cache.
 constexpr int64_t kBlockNumel = 4096;
 
 Dtype to_dtype(int32_t dtype) {
   return in_range<Dtype>("dtype", dtype, 0, CGX_BFLOAT16, "a cgx_dtype_t");
 }
 
-// A checked call: on the CPU by `codec`, else by the device's kernels.
+// The arguments of a checked call: the codec for the CPU, and the run for GPUs.
 struct Call {
   std::unique_ptr<Codec> codec;
   device::Run run;
@@ -61,7 +60,9 @@ std::unique_ptr<device::Queue> queue_of(const cgx_codec_t* codec, const void* bu
 void sum_on_cpu(const Call& call, const std::byte* messages, int32_t count, int64_t stride,
                 std::byte* message) {
   const SlicedCodec* codec = call.codec->sliced();
-  require(codec, CGX_UNSUPPORTED, "sums of messages are there for codecs that can be cut");
+  require(codec, CGX_UNSUPPORTED,
+          "this compressor cannot encode a segment in parts, so its messages cannot be summed: use "
+          "another one");
   const int64_t grain = codec->grain();
   const int64_t block = std::max(grain, kBlockNumel / grain * grain);
   std::vector<float> sum(std::min(block, call.run.numel));
@@ -80,7 +81,8 @@ void sum_on_cpu(const Call& call, const std::byte* messages, int32_t count, int6
 double statistic_of(const CodecSettings& settings, const void* values, int64_t numel) {
   const bool ranges = settings.compressor == CGX_UNIFORM;
   require((ranges || settings.compressor == CGX_LEVELS) && settings.rotation == 0, CGX_UNSUPPORTED,
-          "errors are predicted for the compressors uniform and levels, without rotation");
+          "only the errors of compressors uniform and levels can be predicted, and only without "
+          "rotation");
   const int64_t bucket_size = std::min(settings.bucket_size, std::max<int64_t>(1, numel));
   if (settings.skip_incomplete_buckets) numel -= numel % settings.bucket_size;
   const BucketRun run{.numel = numel,
@@ -180,7 +182,7 @@ cgx_status_t cgx_statistic(const cgx_codec_t* codec, const void* values, int64_t
   return guarded_arithmetic([&] {
     const CodecSettings settings = make_call(codec, numel).run.settings;
     require(codec->device == CGX_CPU, CGX_UNSUPPORTED,
-            "statistics of values on a device: copy them to the host");
+            "statistics support CPU values only: copy them to the host");
     check_pointer(values, numel, "values");
     check_pointer(statistic, 1, "statistic", "double");
     *statistic = statistic_of(settings, values, numel);

@@ -1,4 +1,4 @@
-// Section 4 of cgx.h: the configuration.
+// The functions of cgx.h, section 4, for configs.
 #include "config.h"
 
 #include <string>

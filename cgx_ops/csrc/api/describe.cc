@@ -11,8 +11,8 @@ namespace {
 
 using namespace cgx;
 
-// One row of cgx_describe: {"name": ..., "description": ...}. Names and texts are our own
-// constants, free of characters that JSON escapes.
+// Formats rows of {"name": ..., "description": ...}. Both are constants without characters that
+// JSON escapes.
 template <typename Table>
 std::string describe_rows(const Table& table) {
   std::string rows;

@@ -1,5 +1,5 @@
-// Plain structs as bytes and back. What comes from a peer is never longer or shorter than expected:
-// from_bytes() checks, once for all.
+// Conversion between plain structs and bytes. from_bytes() validates the size of messages from
+// peers.
 #pragma once
 
 #include <algorithm>
@@ -29,7 +29,7 @@ Bytes to_bytes(const T& value) {
   return to_bytes(as_bytes(value));
 }
 
-// `what`: said, one after another, where the length is wrong.
+// `what`: describes the bytes in the error text.
 template <typename T, typename... What>
 T from_bytes(std::span<const std::byte> bytes, const What&... what) {
   static_assert(std::is_trivially_copyable_v<T>);
@@ -40,15 +40,15 @@ T from_bytes(std::span<const std::byte> bytes, const What&... what) {
   return value;
 }
 
-// No more than so many bytes of a text, in whole characters of UTF-8: no Python exception carries
-// a part of one.
+// Truncates a text to `most` bytes, at a UTF-8 character boundary, so that Python can decode it.
 inline std::string cut(const std::string& text, size_t most) {
   if (text.size() <= most) return text;
   while (most > 0 && (static_cast<unsigned char>(text[most]) & 0xc0) == 0x80) --most;
   return text.substr(0, most);
 }
 
-// Texts in fixed fields: cut where they are too long; a peer's may lack its end.
+// Texts in fixed-size fields. put_text() truncates; text_of() accepts fields of peers without a
+// terminator.
 template <size_t N>
 void put_text(char (&field)[N], const std::string& text) {
   const std::string whole = cut(text, N - 1);

@@ -1,12 +1,12 @@
-// The processor cores of this host that this rank may count on.
+// The processor cores that this rank may use.
 #pragma once
 
 namespace cgx {
 
-// Cores that this process is allowed to use, and not more than its share of the host's. At least 1.
+// The cores that this process is allowed to use, at most its share of the host's. At least 1.
 int cores_of_rank();
 
-// Whether this host has more ranks than cores: who waits takes a core from one that works.
+// Whether this host has more ranks than cores, so that a polling rank slows others down.
 bool crowded();
 
 }  // namespace cgx

@@ -16,7 +16,7 @@ constexpr double kDefaultTimeoutSeconds = 300;
 constexpr int kMost = std::numeric_limits<int>::max();
 constexpr size_t kLongestHostId = 64;
 
-// Locale-free, and the whole text must be a number.
+// Parses the whole text as a number, independently of the locale.
 template <typename Number>
 bool parse(const std::string& text, Number* number) {
   const char* end = text.data() + text.size();
@@ -103,7 +103,8 @@ std::optional<MpirunWorld> env_mpirun_world() {
   if (!size) return std::nullopt;
   const std::optional<int> rank = env_integer("OMPI_COMM_WORLD_RANK", 0, *size - 1);
   require(rank.has_value(), CGX_INVALID_ARGUMENT, "OMPI_COMM_WORLD_SIZE is set to ", *size,
-          " but OMPI_COMM_WORLD_RANK is not set: start the process by mpirun, or unset the first");
+          " but OMPI_COMM_WORLD_RANK is not set: launch the process with mpirun, or unset "
+          "OMPI_COMM_WORLD_SIZE");
   return MpirunWorld{*rank, *size};
 }
 

@@ -1,7 +1,7 @@
-// The floating-point environment of the core: round to nearest even, denormals kept, no traps.
-// Every entry of the core and every thread it starts makes a FloatMode first, because callers
-// differ (XLA runs its handlers with denormals flushed) and results must not. The destructor
-// restores the caller's environment, its exception flags included.
+// Sets the floating-point environment of the core: round to nearest even, denormals enabled, no
+// traps. Every entry point and thread of the core begins with a FloatMode, because callers differ
+// (XLA runs handlers with denormals flushed) and results must not. The destructor restores the
+// caller's environment, including exception flags.
 #pragma once
 
 #include <cstdint>
@@ -25,14 +25,14 @@ class FloatMode {
   ~FloatMode() { asm volatile("msr fpcr, %0" ::"r"(saved_) : "memory"); }
 #else
 #error \
-    "cgx runs on x86-64 and aarch64: teach FloatMode this processor's floating-point control word"
+    "cgx supports x86-64 and aarch64: add this processor's floating-point control register to FloatMode"
 #endif
   FloatMode(const FloatMode&) = delete;
   FloatMode& operator=(const FloatMode&) = delete;
 
  private:
 #if defined(__x86_64__)
-  static constexpr uint32_t kDefault = 0x1f80;  // all exceptions masked, nothing flushed
+  static constexpr uint32_t kDefault = 0x1f80;  // all exceptions masked, no flushing
   uint32_t saved_;
 #elif defined(__aarch64__)
   static constexpr uint64_t kDefault = 0;

@@ -1,6 +1,6 @@
-// fp16 and bf16 <-> fp32, element by element, in a form that compilers turn into SIMD and that
-// gives the same bits on every target. Widening is exact; rounding is to nearest even, or at
-// random; every NaN rounds to one quiet NaN, because hardware disagrees about the rest.
+// Conversion between fp16 or bf16 and fp32. Compilers vectorize it, and all targets give the same
+// bits. Widening is exact. Rounding is to nearest even or stochastic. Every NaN becomes one quiet
+// NaN, because hardware differs otherwise.
 #pragma once
 
 #include <cstdint>
@@ -21,8 +21,8 @@ CGX_HD bool is_finite(float x) {
   return (__builtin_bit_cast(uint32_t, x) & 0x7f800000u) != 0x7f800000u;
 }
 
-// What a residual of this dtype keeps of a value, to be rounded next. Infinite, it would poison the
-// next call.
+// Makes a residual finite, before it is rounded to this dtype: an infinite residual would make all
+// later results non-finite.
 template <typename Value>
 CGX_HD float kept_in_residual(float x) {
   float kept = is_finite(x) ? x : 0.0f;
@@ -49,10 +49,10 @@ CGX_HD float widen_float16(uint16_t bits) {
   const uint32_t sign = (bits & 0x8000u) << 16;
   const uint32_t shifted = (bits & 0x7fffu) << 13;
   const uint32_t exponent = shifted & 0x0f800000u;
-  // Inf and NaN: the exponent becomes 255 by a second bias.
+  // For infinity and NaN, a second bias makes the exponent 255.
   const uint32_t normal = shifted + kRebias + (exponent == 0x0f800000u ? kRebias : 0u);
-  // A denormal m * 2^-24 is 2^-14 * (1 + m / 2^10) - 2^-14: normal numbers only, exact, so it does
-  // not depend on how the processor treats denormals.
+  // A denormal m * 2^-24 equals 2^-14 * (1 + m / 2^10) - 2^-14. This uses normal numbers only and
+  // is exact, so it does not depend on how the processor treats denormals.
   const uint32_t denormal =
       __builtin_bit_cast(uint32_t, __builtin_bit_cast(float, shifted + kSmallest) -
                                        __builtin_bit_cast(float, kSmallest));
@@ -65,8 +65,8 @@ CGX_HD uint16_t round_to_float16(float value) {
   const uint32_t sign = (bits >> 16) & 0x8000u;
   const uint32_t magnitude = bits & 0x7fffffffu;
   const uint32_t normal = (magnitude + 0xfffu + ((magnitude >> 13) & 1u) - kRebias) >> 13;
-  // Below 2^-14 the result counts units of 2^-24, the unit in the last place of 0.5: adding 0.5
-  // rounds there. An fp32 denormal is far below half a unit, so flushing it changes nothing.
+  // Below 2^-14 the result counts units of 2^-24, the unit in the last place of 0.5, so adding 0.5
+  // rounds. An fp32 denormal is far below half a unit, so flushing it changes nothing.
   const uint32_t denormal =
       __builtin_bit_cast(uint32_t, __builtin_bit_cast(float, magnitude) + 0.5f) - 0x3f000000u;
   uint32_t rounded = magnitude < 0x38800000u ? denormal : normal;
@@ -75,9 +75,8 @@ CGX_HD uint16_t round_to_float16(float value) {
   return static_cast<uint16_t>(is_nan(bits) ? uint32_t{kFloat16Nan} : rounded);
 }
 
-// Rounded at random between the two next to the value, so unbiased. `noise`: one of 2^16 numbers,
-// all as likely. The bits that a bf16 lacks plus noise carry into those that it has. What is finite
-// stays so.
+// Stochastic rounding, unbiased. `noise` is uniform in [0, 2^16). It is added to the bits that bf16
+// lacks and carries into those that it has. Finite values stay finite.
 CGX_HD uint16_t round_noisily_to_bfloat16(float value, uint32_t noise) {
   const uint32_t bits = __builtin_bit_cast(uint32_t, value);
   const uint32_t magnitude = bits & 0x7fffffffu;
@@ -88,7 +87,7 @@ CGX_HD uint16_t round_noisily_to_bfloat16(float value, uint32_t noise) {
   return static_cast<uint16_t>(rounded | sign);
 }
 
-// Likewise; below 2^-14 an fp16 counts units of 2^-24. What is too large becomes infinite.
+// The same for fp16. Below 2^-14 it counts units of 2^-24. Values out of range become infinite.
 CGX_HD uint16_t round_noisily_to_float16(float value, uint32_t noise) {
   const uint32_t bits = __builtin_bit_cast(uint32_t, value);
   const uint32_t magnitude = bits & 0x7fffffffu;

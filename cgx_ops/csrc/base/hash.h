@@ -1,4 +1,4 @@
-// FNV-1a, 64 bits: the same on every rank and in every build.
+// FNV-1a, 64 bits. Equal on all ranks and builds.
 #pragma once
 
 #include <cstddef>
@@ -7,7 +7,7 @@
 
 namespace cgx {
 
-// Of all bytes so far: begin without a `hash`, go on with the last one's.
+// To hash several ranges, pass the previous result as `hash`.
 inline uint64_t fnv1a(std::span<const std::byte> bytes, uint64_t hash = 0xcbf29ce484222325) {
   for (const std::byte byte : bytes) hash = (hash ^ static_cast<uint64_t>(byte)) * 0x100000001b3;
   return hash;

@@ -1,12 +1,11 @@
-// For code that is compiled for the processor and, in .cu files, for the GPU too.
+// Macros for code that is compiled for the CPU and, in .cu files, for GPUs.
 //
-//   CGX_HD      a function of both. Always inlined: such functions are compiled into files with
-//               different instruction sets, and an out-of-line copy could be merged by the linker
-//               into a program that cannot run it.
-//   CGX_UNROLL  the loop that follows, of at most ten turns, becomes a straight line
-//   CGX_ROLLED  it stays a loop on the GPU, whose compiler unrolls even what is seldom run
-//
-// And sums and products of both.
+//   CGX_HD      A function for both. Always inlined: such functions are compiled into files with
+//               different instruction sets, and the linker could merge out-of-line copies into a
+//               program that cannot run on this CPU.
+//   CGX_UNROLL  Unrolls the next loop, of at most ten iterations.
+//   CGX_ROLLED  Keeps the next loop rolled on GPUs, whose compiler unrolls even rarely executed
+//               loops.
 #pragma once
 
 #if defined(__CUDACC__)
@@ -21,8 +20,8 @@
 
 namespace cgx {
 
-// Rounded each by itself: a GPU's compiler would make one operation of both, as the processor's is
-// told not to.
+// Sums and products that the GPU's compiler must not contract to an FMA. The CPU's compiler gets
+// -ffp-contract=off.
 #if defined(__CUDA_ARCH__)
 CGX_HD float rounded_sum(float a, float b) { return __fadd_rn(a, b); }
 CGX_HD float rounded_product(float a, float b) { return __fmul_rn(a, b); }

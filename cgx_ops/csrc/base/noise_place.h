@@ -1,4 +1,5 @@
-// Where the noise of an element is among what Philox makes (docs/reference/wire_format.md, section 4).
+// The position of an element's noise in the output of Philox (docs/reference/wire_format.md,
+// section 4).
 #pragma once
 
 #include <cstdint>
@@ -8,7 +9,7 @@
 namespace cgx {
 
 inline constexpr int kNoiseBlock = 128;    // elements
-inline constexpr int kNoiseCounters = 16;  // of a block: each makes eight halves of a word
+inline constexpr int kNoiseCounters = 16;  // per block; each produces eight 16-bit values
 
 struct NoisePlace {
   uint64_t counter;

@@ -1,7 +1,7 @@
-// Philox4x32-7 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC'11): four 32-bit
-// words of counter and two of key make four words of noise. No state: any element's noise can be
-// made anywhere, which is what lets noise be independent of threads and chunks. Seven rounds are
-// the fewest that pass all tests of TestU01's BigCrush, by that paper.
+// Philox4x32-7 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC'11): a counter of
+// four 32-bit words and a key of two give four words of noise. It is stateless: the noise of any
+// element can be computed anywhere, independently of threads and chunks. Seven rounds are the
+// fewest that pass TestU01's BigCrush, according to the paper.
 #pragma once
 
 #include <cstdint>
@@ -16,7 +16,7 @@ inline constexpr uint32_t kPhiloxWeyl0 = 0x9E3779B9;
 inline constexpr uint32_t kPhiloxWeyl1 = 0xBB67AE85;
 inline constexpr int kPhiloxRounds = 7;
 
-// The words that the rounds add to the state, from the key: the same for every counter.
+// The round keys, equal for all counters.
 struct PhiloxKeys {
   uint64_t at[kPhiloxRounds][2];
 
@@ -31,10 +31,9 @@ struct PhiloxKeys {
   }
 };
 
-// Replaces `words` (the counter) by noise. Word is uint64_t or a vector of them whose low halves
-// hold the 32-bit words; the high halves may hold anything, before and after, so that one 32 x 32
-// -> 64 bit product serves as both its halves. multiply(word, constant) is that product of the low
-// halves.
+// Replaces `words` (the counter) by noise. Word is uint64_t, or a vector of them. The low halves
+// hold the 32-bit words; the high halves are ignored and unspecified afterwards, so that one 32 x
+// 32 -> 64 bit product provides both halves. multiply(word, constant) multiplies the low halves.
 template <typename Word, typename Multiply>
 CGX_HD void philox4x32_7(Word (&words)[4], const PhiloxKeys& keys, const Multiply& multiply) {
   CGX_UNROLL
@@ -48,7 +47,7 @@ CGX_HD void philox4x32_7(Word (&words)[4], const PhiloxKeys& keys, const Multipl
   }
 }
 
-// Of one counter.
+// For a single counter.
 CGX_HD void philox4x32_7(uint64_t (&words)[4], const PhiloxKeys& keys) {
   philox4x32_7(words, keys, [](uint64_t word, uint32_t by) {
     return uint64_t{static_cast<uint32_t>(word)} * by;

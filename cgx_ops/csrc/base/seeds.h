@@ -1,6 +1,6 @@
-// Seeds that follow from one seed, so that values whose errors may be added up never share noise:
-// those of a call's segments, and of a reduce_scatter's blocks. docs/reference/wire_format.md, section 4, has
-// the numbers, and tests/reference the same functions.
+// Seeds of a call's segments and of a reduce_scatter's blocks, derived from one seed, so that
+// values whose errors may be summed never share noise. docs/reference/wire_format.md, section 4,
+// defines them; tests/reference has the same functions.
 #pragma once
 
 #include <cstdint>
@@ -9,12 +9,12 @@
 
 namespace cgx {
 
-// One odd number for each kind, so that segment 1 of block 0 and segment 0 of block 1 differ.
+// Different steps, so that segment 1 of block 0 and segment 0 of block 1 differ.
 inline constexpr uint64_t kSegmentStep = 0xd1342543de82ef95;
 inline constexpr uint64_t kBlockStep = 0xaf251af3b0f025b5;
 
-// The n-th seed after `seed`, by SplitMix64's output function (Steele, Lea and Flood, OOPSLA'14).
-// The 0-th is `seed` itself.
+// Returns the n-th seed after `seed`, by SplitMix64's output function (Steele, Lea and Flood,
+// OOPSLA'14). The 0-th is `seed`.
 CGX_HD uint64_t derived_seed(uint64_t seed, uint64_t step, uint64_t n) {
   if (n == 0) return seed;
   uint64_t z = seed + n * step;

@@ -1,5 +1,5 @@
-// SipHash-2-4 (Aumasson and Bernstein, 2012): a keyed hash of short messages. Who does not know the
-// key cannot tell its values from random ones, whatever messages he has seen hashed.
+// SipHash-2-4 (Aumasson and Bernstein, 2012): a keyed hash of short messages. Without the key, its
+// values cannot be distinguished from random ones.
 #pragma once
 
 #include <array>

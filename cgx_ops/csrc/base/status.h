@@ -1,5 +1,5 @@
-// Failure inside the core is an Error that carries a status; api.h turns it into a status code, the
-// field at fault and a thread-local text, so that no exception crosses the library's border.
+// Failures inside the core are an Error with a status. api.h converts it to a status code, the
+// field at fault and a thread-local text, so that no exception leaves the library.
 #pragma once
 
 #include <sstream>
@@ -17,7 +17,7 @@ class Error : public std::runtime_error {
   Error(cgx_status_t status, const std::string& text, int32_t field = kNoField)
       : std::runtime_error(text), status_(status), field_(field) {}
   cgx_status_t status() const { return status_; }
-  // As cgx_last_error_field().
+  // See cgx_last_error_field().
   int32_t field() const { return field_; }
 
  private:
@@ -32,7 +32,7 @@ std::string join(const Parts&... parts) {
   return out.str();
 }
 
-// Throws Error(status, all parts one after another).
+// Throws Error(status, all parts concatenated).
 template <typename... Parts>
 [[noreturn]] void fail(cgx_status_t status, const Parts&... parts) {
   throw Error(status, join(parts...));

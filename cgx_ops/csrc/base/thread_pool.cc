@@ -12,7 +12,7 @@
 namespace cgx {
 namespace {
 
-constexpr int kMostThreads = 8;  // more share one memory bus
+constexpr int kMostThreads = 8;  // more would share one memory bus
 constexpr auto kSpinTime = std::chrono::microseconds(50);
 
 }  // namespace
@@ -34,20 +34,20 @@ bool ThreadPool::try_share(int count, Call call, const void* work) {
   ++posted_;
   posted_.notify_all();
   take_part();
-  // A thread counts itself in, then looks whether the job is open; this closes it, then looks who
-  // is in: whoever is not seen here does not touch the job.
+  // A thread registers in inside_ before it checks open_. Here open_ is cleared before inside_ is
+  // checked. So a thread that is not seen here does not touch the job.
   open_ = false;
   while (inside_ != 0) std::this_thread::yield();
   if (auto failure = std::exchange(failure_, nullptr)) std::rethrow_exception(failure);
   return true;
 }
 
-// False if there are no threads to be had.
+// Returns false if no thread can be started.
 bool ThreadPool::start() {
   if (!threads_.empty()) return true;
   try {
     for (int i = 1; i < size_; ++i) threads_.emplace_back([this] { serve(); });
-  } catch (const std::system_error&) {  // those that started will do
+  } catch (const std::system_error&) {  // continue with those that started
   }
   return !threads_.empty();
 }

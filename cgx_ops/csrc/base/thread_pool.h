@@ -1,10 +1,8 @@
-// The threads of this process that share the codec's work: one pool, of as many threads as this
-// rank has cores (CGX_THREADS says otherwise). What they do does not depend on how many
-// they are.
+// The threads of this process that encode and decode: one pool, with as many threads as this rank
+// has cores, or CGX_THREADS. Results do not depend on their number.
 //
-// Jobs are tens of microseconds long and follow each other closely, so idle threads look for the
-// next one for a moment before they sleep. Who finds the pool at work for somebody else does its
-// job alone.
+// Jobs take tens of microseconds and follow each other closely, so idle threads poll briefly before
+// they sleep. A caller that finds the pool busy runs its job alone.
 #pragma once
 
 #include <atomic>
@@ -18,15 +16,15 @@ namespace cgx {
 
 class ThreadPool {
  public:
-  // The process's. Its threads start when they are first needed and are never joined: other
-  // threads may still compute while the process ends.
+  // The process's pool. Threads start on first use and are never joined, because others may still
+  // compute while the process exits.
   static ThreadPool& instance();
 
-  // Threads that work on one job, the caller included.
+  // Threads that work on a job, including the caller.
   int size() const { return size_; }
 
-  // Calls work(0) ... work(count - 1), in any order, on any of the threads, and returns when all
-  // have returned; throws what one of them has thrown.
+  // Calls work(0) ... work(count - 1), in any order and on any thread, and returns when all have
+  // returned. Rethrows an exception of one of them.
   template <typename Work>
   void for_each(int count, const Work& work) {
     if (count > 1 && size_ > 1 && try_share(count, &call<Work>, &work)) return;
@@ -47,19 +45,19 @@ class ThreadPool {
   void take_part();
 
   const int size_;
-  std::mutex busy_;  // held by whoever's job it is
+  std::mutex busy_;  // held by the owner of the current job
   std::vector<std::thread> threads_;
 
-  // The job.
+  // The current job.
   Call call_ = nullptr;
   const void* work_ = nullptr;
   int count_ = 0;
   std::atomic<int> next_{0};
-  std::atomic<bool> open_{false};  // threads may still join in
-  std::atomic<int> inside_{0};     // those that have
+  std::atomic<bool> open_{false};  // threads may still join
+  std::atomic<int> inside_{0};     // threads that have joined
   std::mutex failing_;
   std::exception_ptr failure_;
-  std::atomic<uint32_t> posted_{0};  // jobs so far: what idle threads wait for
+  std::atomic<uint32_t> posted_{0};  // number of jobs so far; idle threads wait on it
 };
 
 }  // namespace cgx

@@ -1,8 +1,8 @@
-// Which ranks of a communicator share a host: pure index arithmetic.
+// Which ranks of a communicator share a host. Index arithmetic only.
 //
-// Hosts are numbered in the order of their first ranks. Lane l is the l-th rank of every host.
-// There are as many lanes as the smallest host has ranks, so that each lane spans all hosts; what
-// larger hosts have beyond that is in no lane.
+// Hosts are numbered in the order of their first ranks. Lane l consists of the l-th rank of every
+// host. There are as many lanes as the smallest host has ranks, so that each lane spans all hosts.
+// Further ranks of larger hosts are in no lane.
 #pragma once
 
 #include <algorithm>
@@ -14,7 +14,7 @@ namespace cgx {
 
 class Topology {
  public:
-  // By rank: the number of its host.
+  // host_of[rank] is the number of the rank's host.
   explicit Topology(std::vector<int> host_of) : host_of_(std::move(host_of)) {
     for (int rank = 0; rank < static_cast<int>(host_of_.size()); ++rank) {
       const auto host = static_cast<size_t>(host_of_[rank]);
@@ -31,14 +31,14 @@ class Topology {
   int size() const { return static_cast<int>(host_of_.size()); }
   int hosts() const { return static_cast<int>(ranks_of_.size()); }
   int lanes() const { return lanes_; }
-  // Several hosts, and one of several ranks: else there is one level only.
+  // Whether there are several hosts, at least one of them with several ranks.
   bool nested() const { return nested_; }
 
   int host_of(int rank) const { return host_of_[rank]; }
-  // The n-th rank of its host, from 0: its lane, if that is below lanes().
+  // The rank's number on its host, from 0. Also its lane, if it is less than lanes().
   int place_of(int rank) const { return place_of_[rank]; }
   const std::vector<int>& ranks_of(int host) const { return ranks_of_[host]; }
-  // There is a shard for every host in every lane; they are numbered host by host.
+  // There is a shard per host and lane, numbered host by host.
   int shard_of(int host, int lane) const { return host * lanes_ + lane; }
 
  private:
@@ -48,7 +48,8 @@ class Topology {
   bool nested_ = false;
 };
 
-// Hosts (anything that compares equal on one host) numbered in the order of their first ranks.
+// Numbers hosts in the order of their first ranks. Host is any type that compares equal on one
+// host.
 template <typename Host>
 std::vector<int> number_hosts(const std::vector<Host>& hosts) {
   std::vector<Host> known;

@@ -1,5 +1,4 @@
-// The vocabulary every layer shares: enums of cgx.h as C++ enums, and the size of a value and of a
-// message.
+// Types that all layers share: enums of cgx.h as C++ enums, and sizes of values and messages.
 #pragma once
 
 #include <cstddef>
@@ -24,7 +23,7 @@ enum class Op : int32_t {
 
 inline constexpr int kExactBits = 32;
 
-// Of a message that every transport carries well: what Open MPI still sends eagerly over TCP.
+// A message size that suits all transports: Open MPI still sends it eagerly over TCP.
 inline constexpr int64_t kChunkBytes = 32 * 1024;
 
 inline int64_t size_of(Dtype dtype) { return dtype == Dtype::kFloat32 ? 4 : 2; }
@@ -35,8 +34,8 @@ enum class RoundingMode : int32_t {
   kShift = CGX_SHIFT
 };
 
-// How an encoder rounds. The Philox counter of element i of a segment is made of (i, rank, phase),
-// the key is the seed: noise depends on neither threads nor chunks.
+// How an encoder rounds. The noise of element i of a segment has the Philox counter (i, rank,
+// phase) and the key `seed`, so it does not depend on threads or chunks.
 struct Rounding {
   RoundingMode mode = RoundingMode::kNearest;
   uint64_t seed = 0;

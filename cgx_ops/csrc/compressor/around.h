@@ -1,4 +1,4 @@
-// Codecs around other ones, each of which can be cut.
+// Codecs that wrap other codecs, which must encode in parts.
 #pragma once
 
 #include <memory>
@@ -7,12 +7,12 @@
 
 namespace cgx {
 
-// skip_incomplete_buckets: whole buckets by `inner`; what is left over at a segment's end by
-// `none`.
+// skip_incomplete_buckets: `inner` encodes full buckets, and `none` the rest at the end of a
+// segment.
 std::unique_ptr<Codec> make_whole_buckets(std::unique_ptr<Codec> inner, std::unique_ptr<Codec> none,
                                           int64_t bucket_size);
 
-// rotation: values are rotated before `inner` encodes them, and back after it decodes them.
+// rotation: rotates values before `inner` encodes them, and back after it decodes them.
 std::unique_ptr<Codec> make_rotated(std::unique_ptr<Codec> inner, int rotation);
 
 }  // namespace cgx

@@ -1,5 +1,4 @@
-// Memory for a block of values as fp32, and blocks of whole buckets that stay in the first-level
-// cache.
+// Scratch memory for fp32 values, and iteration over blocks of whole buckets that fit the L1 cache.
 #pragma once
 
 #include <algorithm>
@@ -8,14 +7,14 @@
 
 namespace cgx {
 
-// A block's memory, grown to hold so many values. That of a thread is used within one call only: a
-// collective's steps may run on any thread.
+// Grows `block` to hold `numel` values and returns its memory. Thread-local blocks are valid within
+// one call only, because steps of a collective may run on different threads.
 inline float* room(std::vector<float>& block, int64_t numel) {
   if (static_cast<int64_t>(block.size()) < numel) block.resize(numel);
   return block.data();
 }
 
-// Calls work(first, count, values) for each block; there is room for as many values.
+// Calls work(first, count, values) for each block. `values` has room for `count` values.
 template <typename Work>
 void for_blocks(int64_t numel, int64_t bucket_size, const Work& work) {
   thread_local std::vector<float> memory;

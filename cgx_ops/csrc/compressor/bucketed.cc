@@ -1,4 +1,4 @@
-// A message is the records of all buckets, end to end; the last bucket may be short.
+// A message contains the records of all buckets, contiguously. The last bucket may be short.
 #include "compressor/bucketed.h"
 
 #include "compressor/blocks.h"
@@ -16,7 +16,7 @@ class Bucketed final : public SlicedCodec {
 
   int64_t offset(int64_t first) const override {
     const int64_t whole = first / bucket_size_, last = first % bucket_size_;
-    // A bucket may be far longer than any message: its own bytes only count where there is one.
+    // A bucket may be far longer than any message, so do not multiply its size unless there is one.
     return (whole > 0 ? whole * record_bytes(bucket_size_) : 0) +
            (last > 0 ? record_bytes(last) : 0);
   }

@@ -1,4 +1,4 @@
-// Codecs of buckets: each bucket's values share a header, and become small codes.
+// Codecs of buckets: the values of a bucket share a header and become short codes.
 #pragma once
 
 #include <memory>
@@ -8,7 +8,7 @@
 
 namespace cgx {
 
-// bits: of a code, for formats that have several widths.
+// `bits`: of a code, for formats with several widths.
 std::unique_ptr<Codec> make_bucketed(const CodecSettings& settings, BucketFormat format, int bits);
 
 }  // namespace cgx

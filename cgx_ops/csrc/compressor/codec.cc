@@ -1,4 +1,4 @@
-// What a codec does that has no better way of its own.
+// Default implementations.
 #include "compressor/codec.h"
 
 #include <vector>

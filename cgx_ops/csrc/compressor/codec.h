@@ -1,16 +1,18 @@
-// A codec maps the values of one rank to bytes and back. It knows no rank and no transport; routes
-// (algorithm/) move its bytes. One object serves one segment's settings and is immutable, so
-// threads may share it.
+// A codec converts values of one rank to bytes and back. It does not depend on ranks or transports;
+// algorithms (algorithm/) send its bytes. An object has the settings of one segment and is
+// immutable, so threads may share it.
 //
-//   Codec         an encoding is one whole, of a length that encode() returns. That length travels
-//                 with the message; decode() checks it. Only one_shot serves it: it cuts nothing
-//   SlicedCodec   the length is known beforehand, and a run of values that begins at a multiple of
-//                 grain() encodes independently of the rest: its bytes begin at offset(first). So
-//                 shards and chunks are cut there, and every route serves it
+//   Codec         Encodes a segment as a whole. The length depends on the values: encode() returns
+//                 it, messages carry it, and decode() validates it. Only one_shot supports it,
+//                 since that cuts nothing.
+//   SlicedCodec   Encodes in parts. The length is known in advance. Values that begin at a multiple
+//                 of grain() are encoded independently, and their bytes begin at offset(first). So
+//                 values can be cut into shards and chunks there, and every algorithm supports it.
 //
-// Sums are fp32 and belong to the route: encode() accepts fp32 whatever the tensor's dtype is.
+// Sums are fp32 and are computed by the algorithm. So encode() accepts fp32 whatever the tensor's
+// dtype.
 //
-// A new codec is a file beside this one and a row of codec_table().
+// A new codec is a file in this folder and a row of codec_table().
 #pragma once
 
 #include <cstddef>
@@ -33,27 +35,27 @@ class Codec {
  public:
   virtual ~Codec() = default;
 
-  // Of an encoding of so many values, at most.
+  // The largest size of `numel` encoded values.
   virtual int64_t max_bytes(int64_t numel) const = 0;
 
-  // Returns the bytes written. first_index: of values[0] in its segment, for the noise.
+  // Returns the bytes written. `first_index`: the index of values[0] in its segment, for the noise.
   virtual int64_t encode(Dtype dtype, const void* values, int64_t numel, int64_t first_index,
                          const Rounding& rounding, std::byte* bytes) const = 0;
 
-  // encode() of fp32 that keeps what is lost: values - decoded, or 0 where that is not finite.
-  // `lost` may be `values`.
+  // Like encode() for fp32, but also computes the quantization error: error = values - decoded, or
+  // 0 if that is not finite. `error` may be `values`.
   virtual int64_t encode_keeping(const float* values, int64_t numel, int64_t first_index,
                                  const Rounding& rounding, std::byte* bytes, float* lost) const;
 
-  // These throw Error(CGX_INVALID_ARGUMENT), and read nothing beyond `bytes`, where those are no
-  // encoding of so many values. first_index: as it was given to encode().
+  // Decode values. They throw Error(CGX_INVALID_ARGUMENT), and read nothing beyond `bytes`, if the
+  // bytes are not a valid encoding of `numel` values. `first_index`: as for encode().
   virtual void decode(std::span<const std::byte> bytes, int64_t numel, int64_t first_index,
                       Dtype dtype, void* values) const = 0;
-  // sum = base + decoded, in fp32; `base` may be `sum`.
+  // sum = base + decoded, in fp32. `base` may be `sum`.
   virtual void decode_add(std::span<const std::byte> bytes, int64_t numel, int64_t first_index,
                           const float* base, float* sum) const = 0;
 
-  // This codec, if it can be cut; else null.
+  // Returns this codec if it encodes in parts, else null.
   virtual const SlicedCodec* sliced() const { return nullptr; }
 };
 
@@ -61,93 +63,95 @@ class SlicedCodec : public Codec {
  public:
   virtual int64_t grain() const = 0;
 
-  // Where the bytes of element `first` of a run begin, if that is a multiple of grain(); of any
-  // number of elements, where their encoding ends.
+  // The offset of element `first` (a multiple of grain()) in an encoding, or the size of the
+  // encoding of `first` elements.
   virtual int64_t offset(int64_t first) const = 0;
 
-  // The bytes of `numel` values from `first` on, of the encoding of a run.
+  // The bytes of `numel` values from `first` on, in the encoding of a run.
   std::span<const std::byte> slice(std::span<const std::byte> bytes, int64_t first,
                                    int64_t numel) const {
     const int64_t at = offset(first);
     return bytes.subspan(at, offset(first + numel) - at);
   }
 
-  // Throws Error(CGX_INVALID_ARGUMENT) unless the bytes are as many as an encoding has.
+  // Throws Error(CGX_INVALID_ARGUMENT) unless `bytes` has the size of the encoding of `numel`
+  // values.
   void check_length(std::span<const std::byte> bytes, int64_t numel) const;
 
   int64_t max_bytes(int64_t numel) const final { return offset(numel); }
   const SlicedCodec* sliced() const final { return this; }
 };
 
-// Settings of one segment on the wire. Two with equal settings encode alike.
+// The settings of a segment's codec. Codecs with equal settings produce equal bytes.
 struct CodecSettings {
-  Dtype dtype = Dtype::kFloat32;  // in which exact values travel
-  int bits = kExactBits;          // of compressors that have bits; kExactBits: none, whichever
+  Dtype dtype = Dtype::kFloat32;  // of uncompressed values
+  int bits = kExactBits;          // kExactBits: uncompressed, with any compressor
   int64_t bucket_size = 512;
   bool skip_incomplete_buckets = false;
   cgx_compressor_t compressor = CGX_UNIFORM;
-  int64_t density = 0;  // these as in cgx_config_t, but that 0 is resolved where there is a default
+  int64_t density = 0;  // this and the following as in cgx_config_t, with defaults resolved
   int value_bits = 0;
   int rotation = 0;
   bool clip = false;
-  uint64_t seed = 0;  // of places that all ranks draw alike (randk)
+  uint64_t seed = 0;  // of the random indices that all ranks share (randk)
   bool operator==(const CodecSettings&) const = default;
 };
 
-// Whether a sum is a majority vote: of what every rank's values decode to, and itself what it
-// decodes to. Else a rank's own values need not be encoded to be added.
+// Whether a sum is a majority vote. Then every rank's values are encoded before they are added, and
+// the result is the decoded encoding of the sum.
 inline bool votes(const CodecSettings& settings) {
   return settings.bits != kExactBits && settings.compressor == CGX_SIGN;
 }
 
-// What the kernels of devices encode alike.
+// A run of values with one coding, for GPU kernels.
 struct DeviceRun {
   int64_t first;  // element
   int64_t numel;
   Coding coding;
 };
 
-// The table of codecs: docs, `info`, the checks of a config and make_codec() read it.
+// The table of codecs. Config checks, make_codec() and `info` use it.
 struct CodecEntry {
   const char* name;
   const char* description;
   bool sliced;  // makes SlicedCodecs
   bool (*serves)(const CodecSettings& settings);
   std::unique_ptr<Codec> (*make)(const CodecSettings& settings);
-  // How a device encodes values, but for rotation. Null: it cannot.
+  // How GPUs encode the values, without rotation. Null: unsupported.
   Coding (*device_coding)(const CodecSettings& settings) = nullptr;
-  const char* why_not = "";  // "" if a device can
-  // What a config may say: bits from .. to (0: the codec has a width of its own); roundings, its
-  // own first; fields of the config that not all compressors have.
+  const char* why_not = "";  // why GPUs do not support it; "" if they do
+  // Accepted config values: bits from lowest to highest (0: fixed width); roundings, the default
+  // first; optional fields of the config.
   int lowest_bits = 0, highest_bits = 0;
   std::vector<RoundingMode> roundings = {RoundingMode::kNearest};
   std::vector<std::string_view> knobs = {};
-  // With nearest rounding its expectation is not the value, and training needs error feedback.
+  // Nearest rounding is biased, so training needs error feedback.
   bool biased = false;
-  // Why error feedback would not converge, with these settings; null, or "": it does.
+  // Returns why error feedback does not converge with these settings, or "". Null: it converges.
   std::string (*no_feedback)(const CodecSettings& settings) = nullptr;
 
   bool has_bits(int64_t bits) const { return bits >= lowest_bits && bits <= highest_bits; }
 };
 const std::vector<CodecEntry>& codec_table();
-// Puts a row before the others, for tests. Before any collective is made.
+// Inserts a row at the front, for tests. Call it before any collective.
 void add_codec(const CodecEntry& entry);
 
-// The first row that serves the settings. Throws Error(CGX_INVALID_ARGUMENT) if none does.
+// Returns the first row that supports the settings. Throws Error(CGX_INVALID_ARGUMENT) if none
+// does.
 const CodecEntry& codec_entry(const CodecSettings& settings);
 
-// The row of a compressor by its number, for what does not depend on the bits.
+// Returns the row of a compressor, for properties that do not depend on the bits.
 const CodecEntry& compressor_entry(int64_t compressor);
 
-// With what is around it: rotation, incomplete buckets that travel exact.
+// Makes a codec, including rotation and uncompressed incomplete buckets.
 std::unique_ptr<Codec> make_codec(const CodecSettings& settings);
 
-// Throws Error(CGX_INVALID_ARGUMENT), which says why, if error feedback would not converge in one
-// of the ways that values travel.
+// Throws Error(CGX_INVALID_ARGUMENT), with the reason, if error feedback does not converge in one
+// of the stages.
 void check_feedback(std::span<const CodecSettings> ways);
 
-// The runs, in order, as which a device encodes `numel` values. Throws Error(CGX_UNSUPPORTED),
-// which says why, if devices lack the codec.
+// Returns the runs in which a GPU encodes `numel` values, in order. Throws Error(CGX_UNSUPPORTED),
+// with the reason, if GPUs do not support the codec.
 std::vector<DeviceRun> device_runs(const CodecSettings& settings, int64_t numel);
 
 }  // namespace cgx

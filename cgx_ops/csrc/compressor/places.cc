@@ -19,7 +19,7 @@ struct Shape {
   int64_t high_bytes() const { return (high_bits + 7) / 8; }
 };
 
-// Eight bytes from `at` on, of which those behind `end` are 0.
+// Loads eight bytes from `at` on; bytes beyond `end` are 0.
 uint64_t load_word(const std::byte* at, const std::byte* end) {
   uint64_t word = 0;
   std::memcpy(&word, at, end - at < 8 ? end - at : 8);
@@ -72,7 +72,8 @@ void read_places(const std::byte* bytes, int64_t numel, std::span<uint32_t> plac
       places[found++] = static_cast<uint32_t>(place);
     }
   }
-  require(found == places.size(), CGX_INVALID_ARGUMENT, found, " places of ", places.size());
+  require(found == places.size(), CGX_INVALID_ARGUMENT, found, " indices instead of ",
+          places.size());
 }
 
 }  // namespace cgx

@@ -1,8 +1,7 @@
-// Ascending places of a few among many, as bytes: the code of Elias (1974) and Fano (1971), which
-// takes less than half a bit a place more than there is to tell.
+// Encodes ascending indices (Elias 1974, Fano 1971), within half a bit per index of the optimum.
 //
-// A place's low bits, log2(numel / count) of them, lie end to end. Of its high bits place i sets
-// bit (high + i) of a second field.
+// The low log2(numel / count) bits of the indices are stored contiguously. For the high bits, index
+// i sets bit (high + i) of a second field.
 #pragma once
 
 #include <cstddef>
@@ -11,11 +10,11 @@
 
 namespace cgx {
 
-// Of `count` places below `numel`, 0 < count <= numel < 2^32.
+// Size of `count` encoded indices below `numel`, 0 < count <= numel < 2^32.
 int64_t places_bytes(int64_t numel, int64_t count);
 void write_places(std::span<const uint32_t> places, int64_t numel, std::byte* bytes);
 
-// Throws Error(CGX_INVALID_ARGUMENT) if the bytes are not those of so many ascending places.
+// Throws Error(CGX_INVALID_ARGUMENT) if the bytes do not encode as many ascending indices.
 void read_places(const std::byte* bytes, int64_t numel, std::span<uint32_t> places);
 
 }  // namespace cgx

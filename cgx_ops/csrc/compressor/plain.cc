@@ -7,7 +7,7 @@ namespace {
 
 class Plain final : public SlicedCodec {
  public:
-  // noisy: what the dtype lacks may be rounded at random, if the call rounds so.
+  // `noisy`: whether rounding to the dtype may be stochastic.
   Plain(Dtype wire, bool noisy) : wire_(wire), noisy_(noisy) {}
 
   int64_t grain() const override { return 1; }

@@ -1,5 +1,5 @@
-// Values as they are, in another dtype: exact (none), in the settings'; or in 16 bits (half), bf16
-// or fp16 where the tensor is.
+// Codecs that only convert the dtype: uncompressed (none), or 16 bits (half): fp16 for fp16
+// tensors, bf16 for others.
 #pragma once
 
 #include <memory>

@@ -1,10 +1,10 @@
-// Rand-k: of each bucket the values at places that follow from a seed, which all ranks share, and
-// from the bucket's first index. Only values travel, exact; and what is zero elsewhere, as a sum of
-// such values, loses nothing when it is encoded again. A value that is not finite may lie anywhere:
-// all that is sent of its bucket is NaN.
+// Rand-k: sends the values of each bucket at random indices. These are derived from the seed, which
+// all ranks share, and from the bucket's first index. Only values are sent, uncompressed. Sums of
+// such values are zero elsewhere, so encoding them again is lossless. If any value of a bucket is
+// not finite, all values sent for it are NaN.
 //
-// Places are drawn by Floyd's method (Bentley, Programming Pearls, CACM 1987): for each of the last
-// k places j a place up to j, or, if that is taken, j itself.
+// Indices are drawn by Floyd's method (Bentley, Programming Pearls, CACM 1987): for each j of the
+// last k positions, draw an index up to j, or take j itself if that index is taken.
 #include <algorithm>
 #include <bit>
 #include <limits>
@@ -19,7 +19,7 @@
 namespace cgx {
 namespace {
 
-// The values at the places; NaN if any of the bucket is not finite.
+// Gathers the chosen values; NaN if any value of the bucket is not finite.
 void gather(const float* from, int64_t numel, Chosen& chosen) {
   constexpr float kInfinity = std::numeric_limits<float>::infinity();
   chosen.gather(from);
@@ -32,7 +32,7 @@ class Randk final : public SlicedCodec {
   explicit Randk(const CodecSettings& settings)
       : settings_(settings), none_(make_none(settings)), keys_(settings.seed) {
     require(settings.bucket_size < kMostPlaces, CGX_INVALID_ARGUMENT, "buckets of ",
-            settings.bucket_size, " values: randk chooses among fewer than 2^32");
+            settings.bucket_size, " values: randk supports fewer than 2^32");
   }
 
   int64_t grain() const override { return settings_.bucket_size; }
@@ -84,7 +84,7 @@ class Randk final : public SlicedCodec {
   }
 
  private:
-  // Calls work(first, count, chosen) with the places of each bucket.
+  // Calls work(first, count, chosen) with the indices of each bucket.
   template <typename Work>
   void for_buckets(int64_t numel, int64_t first_index, const Work& work) const {
     thread_local Chosen chosen;
@@ -108,9 +108,9 @@ class Randk final : public SlicedCodec {
     });
   }
 
-  // In ascending order, below `numel`.
+  // Draws indices below `numel`, in ascending order.
   void draw(uint64_t index, int64_t numel, std::span<uint32_t> places) const {
-    thread_local std::vector<uint64_t> taken;  // a bit for each value
+    thread_local std::vector<uint64_t> taken;  // one bit per value
     taken.assign((numel + 63) / 64, 0);
     const auto k = static_cast<int64_t>(places.size());
     uint64_t words[4] = {};
@@ -123,7 +123,7 @@ class Randk final : public SlicedCodec {
         philox4x32_7(words, keys_);
       }
       const auto j = static_cast<uint64_t>(numel - k + i);
-      // A number up to j; of 2^32 ones each is as likely, up to one part in 2^32 / numel.
+      // Uniform up to j, with a relative error of at most numel / 2^32.
       uint64_t place = uint64_t{static_cast<uint32_t>(words[i % 4])} * (j + 1) >> 32;
       if (taken[place / 64] >> (place % 64) & 1) place = j;
       taken[place / 64] |= uint64_t{1} << (place % 64);

@@ -1,7 +1,7 @@
-// Blocks of `rotation` values are multiplied by a Hadamard matrix with random signs, so that what
-// is sent is close to Gaussian, whatever the values are. A bucket's last values, if they fill no
-// block, are sent as they are. The matrix is its own inverse but for the signs: decoding rotates
-// back. It is orthogonal, so the error's length stays.
+// Multiplies blocks of `rotation` values by a Hadamard matrix with random signs, so that the
+// encoded values are nearly Gaussian. The last values of a bucket that do not fill a block are not
+// rotated. Up to the signs, the matrix is its own inverse, so decoding rotates again. It is
+// orthogonal, so the norm of the error is unchanged.
 #include <algorithm>
 #include <utility>
 

@@ -13,7 +13,7 @@
 namespace cgx {
 namespace {
 
-// A bucket that no number of values fills: they are one.
+// One bucket that is never full, so it holds all values.
 std::unique_ptr<Codec> codec_of_values(CodecSettings settings) {
   settings.bucket_size = kMostPlaces;
   switch (settings.value_bits) {
@@ -30,7 +30,7 @@ std::unique_ptr<Codec> codec_of_values(CodecSettings settings) {
 
 float with_one_nan(float x) { return x != x ? __builtin_bit_cast(float, kFloat32Nan) : x; }
 
-// Callers' values need not be aligned.
+// Callers' values may be unaligned.
 float load(const float* at) {
   float value;
   std::memcpy(&value, at, sizeof(value));
@@ -76,7 +76,7 @@ void Chosen::scatter(int64_t numel, Dtype dtype, void* to) const {
 }
 
 void Chosen::add(int64_t numel, const float* base, float* sum) const {
-  // The zeros between the places are added too: -0 and a NaN become what any codec makes of them.
+  // Also adds zeros between the indices, so that -0 and NaN are normalized as by other codecs.
   kernels().add_zero(base, sum, numel);
   for (size_t i = 0; i < places.size(); ++i) {
     float* const at = sum + places[i];
@@ -85,7 +85,7 @@ void Chosen::add(int64_t numel, const float* base, float* sum) const {
 }
 
 void Chosen::subtract_from(int64_t numel, const float* from, float* lost) const {
-  // By 1: a copy, but 0 for what is not finite. In place, that is seldom needed.
+  // Scaling by 1 copies and replaces non-finite values by 0. In place it is rarely needed.
   const auto copy = [&] { kernels().scale(from, 1.0f, Dtype::kFloat32, lost, numel); };
   if (lost != from) copy();
   bool all_finite = true;

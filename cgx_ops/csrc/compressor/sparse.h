@@ -1,4 +1,4 @@
-// What sparse codecs share: values that were chosen, as bytes; and codecs that send no others.
+// Sparse codecs, which send a few chosen values, and the encoding of these.
 #pragma once
 
 #include <memory>
@@ -8,20 +8,21 @@
 
 namespace cgx {
 
-// The largest magnitudes of each bucket.
+// Sends the largest magnitudes of each bucket.
 std::unique_ptr<Codec> make_topk(const CodecSettings& settings);
-// The magnitudes of a segment above a threshold, which a sample tells.
+// Sends the magnitudes of a segment above a threshold, which is estimated from a sample.
 std::unique_ptr<Codec> make_threshold(const CodecSettings& settings);
-// Values of each bucket at places that follow from the seed.
+// Sends the values of each bucket at random indices, derived from the seed.
 std::unique_ptr<Codec> make_randk(const CodecSettings& settings);
 
-// max(1, ceil(density * numel)), of numel > 0.
+// Returns max(1, ceil(density * numel)) for numel > 0.
 int64_t share_of(const CodecSettings& settings, int64_t numel);
 
-// A segment's own limit: places are numbers of 32 bits.
+// The limit on a segment's elements: indices have 32 bits.
 inline constexpr int64_t kMostPlaces = int64_t{1} << 32;
 
-// A few values, end to end: exact, in 16 bits, or as one bucket of signs and magnitudes.
+// Encodes a few contiguous values: uncompressed, in 16 bits, or as one bucket of signs and
+// magnitudes.
 class ChosenValues {
  public:
   explicit ChosenValues(const CodecSettings& settings);
@@ -33,24 +34,24 @@ class ChosenValues {
   const std::unique_ptr<Codec> codec_;
 };
 
-// Values and their places, for the time of a call.
+// Chosen values and their indices. Valid within one call.
 struct Chosen {
   std::vector<uint32_t> places;
   std::vector<float> values;
 
   void resize(int64_t count);
-  // values[i] = from[places[i]]; a NaN becomes the one that arithmetic makes.
+  // values[i] = from[indices[i]]; NaN becomes the canonical NaN.
   void gather(const float* from);
-  // 0 but at the places; there is no -0.
+  // Writes the values at their indices and 0 elsewhere. -0 becomes 0.
   void scatter(int64_t numel, Dtype dtype, void* to) const;
-  // sum = base + that.
+  // sum = base + the same.
   void add(int64_t numel, const float* base, float* sum) const;
-  // lost = from - that, or 0 where it is not finite; `lost` may be `from`. Among the chosen is
-  // something that is not finite, if `from` has such values.
+  // error = from - the same, or 0 if that is not finite. `error` may be `from`. If `from` has
+  // non-finite values, at least one of them must be chosen.
   void subtract_from(int64_t numel, const float* from, float* lost) const;
 };
 
-// As fp32, where they are something else; used within one call only.
+// Returns the values as fp32, converted if necessary. Valid within one call.
 const float* as_floats(Dtype dtype, const void* values, int64_t numel);
 
 }  // namespace cgx

@@ -1,4 +1,4 @@
-// The table of codecs and the choice from it.
+// The table of codecs, and the selection of a row.
 #include <algorithm>
 #include <bit>
 #include <cmath>
@@ -14,16 +14,16 @@
 namespace cgx {
 namespace {
 
-constexpr const char* kNotOnDevices = "it has kernels for the CPU only";
+constexpr const char* kNotOnDevices = "it has CPU kernels only";
 using enum RoundingMode;
 
-// What of a row follows from a compressor's number.
+// Whether the settings are compressed by `kCompressor`.
 template <cgx_compressor_t kCompressor>
 bool is(const CodecSettings& settings) {
   return settings.bits != kExactBits && settings.compressor == kCompressor;
 }
 
-// A codec of buckets; bits: of its codes, or 0: those of the settings.
+// A codec of buckets. kBits: bits of a code, or 0 for those of the settings.
 template <BucketFormat kFormat, int kBits>
 std::unique_ptr<Codec> bucketed(const CodecSettings& settings) {
   return make_bucketed(settings, kFormat, kBits != 0 ? kBits : settings.bits);
@@ -39,11 +39,9 @@ Coding sparse_coding(const CodecSettings& settings) {
   const bool drawn = settings.compressor == CGX_RANDK;
   const bool exact = drawn || settings.value_bits == kExactBits;
   require(exact || settings.value_bits == kHalfBits, CGX_UNSUPPORTED,
-          "value_bits=", settings.value_bits, " is not there for devices: give 16 or 32");
+          "value_bits=", settings.value_bits, " is not supported on GPUs: use 16 or 32");
   require(settings.density <= kMostDensityOnDevices, CGX_UNSUPPORTED, "density is ",
-          static_cast<double>(settings.density) * 1e-9,
-          ": devices choose at most a fourth of a "
-          "bucket's values");
+          static_cast<double>(settings.density) * 1e-9, "; GPUs support at most 0.25");
   return {.bits = static_cast<uint8_t>(exact ? kExactBits : kHalfBits),
           .drawn = drawn,
           .density = static_cast<uint32_t>(settings.density)};
@@ -51,16 +49,16 @@ Coding sparse_coding(const CodecSettings& settings) {
 
 std::string uniform_diverges(const CodecSettings& settings) {
   if (settings.bits > 1) return "";
-  return "at 1 bit the error may be as large as the values, and residuals may grow without end: "
-         "give 2 bits or more, or compressor='levels'";
+  return "at 1 bit the error may be as large as the values, so residuals may grow without bound: "
+         "use 2 bits or more, or compressor='levels'";
 }
 
 std::string qsgd_diverges(const CodecSettings& settings) {
   const double levels = (1 << (settings.bits - 1)) - 1, root = std::sqrt(settings.bucket_size);
   const double error = std::min(settings.bucket_size / (levels * levels), root / levels);
   if (error < 1) return "";
-  return join("the error of ", settings.bits, " bits in buckets of ", settings.bucket_size,
-              " may be ", error, " times the signal's square: give more bits or smaller buckets");
+  return join("the squared error of ", settings.bits, " bits in buckets of ", settings.bucket_size,
+              " may be ", error, " times the squared signal: use more bits or smaller buckets");
 }
 
 std::string ternary_diverges(const CodecSettings& settings) {
@@ -69,14 +67,14 @@ std::string ternary_diverges(const CodecSettings& settings) {
 }
 
 std::string votes_have_no_loss(const CodecSettings& /*settings*/) {
-  return "a vote has no magnitude, so nothing can be told to be lost: compressor='levels' with "
-         "bits=1 sends as much and has one";
+  return "a vote has no magnitude, so there is no quantization error: use compressor='levels' with "
+         "bits=1, which sends as many bytes";
 }
 
 std::vector<CodecEntry>& table() {
   static std::vector<CodecEntry> table = {
       {.name = "none",
-       .description = "exact values (32 bits)",
+       .description = "uncompressed values (32 bits)",
        .sliced = true,
        .serves = [](const CodecSettings& settings) { return settings.bits == kExactBits; },
        .make = make_none,
@@ -146,7 +144,7 @@ std::vector<CodecEntry>& table() {
        .device_coding = [](const CodecSettings&) { return Coding{.bits = kHalfBits}; },
        .roundings = {kNearest, kStochastic}},
       {.name = "topk",
-       .description = "each bucket's largest magnitudes, and their places",
+       .description = "each bucket's largest magnitudes, and their indices",
        .sliced = true,
        .serves = is<CGX_TOPK>,
        .make = make_topk,
@@ -154,7 +152,8 @@ std::vector<CodecEntry>& table() {
        .knobs = {"density", "value_bits"},
        .biased = true},
       {.name = "threshold",
-       .description = "magnitudes above a threshold that a sample tells, and their places",
+       .description =
+           "magnitudes above a threshold that is estimated from a sample, and their indices",
        .sliced = false,
        .serves = is<CGX_THRESHOLD>,
        .make = make_threshold,
@@ -162,7 +161,7 @@ std::vector<CodecEntry>& table() {
        .knobs = {"density", "value_bits"},
        .biased = true},
       {.name = "randk",
-       .description = "values at places that all ranks draw from one seed",
+       .description = "values at random indices, which all ranks draw from one seed",
        .sliced = true,
        .serves = is<CGX_RANDK>,
        .make = make_randk,
@@ -181,14 +180,14 @@ void add_codec(const CodecEntry& entry) { table().insert(table().begin(), entry)
 
 const CodecEntry& codec_entry(const CodecSettings& settings) {
   require(settings.bucket_size >= 1, CGX_INVALID_ARGUMENT, "bucket_size=", settings.bucket_size,
-          ": give at least 1");
+          "; it must be at least 1");
   for (const CodecEntry& entry : codec_table()) {
     if (!entry.serves(settings)) continue;
     if (settings.bits != kExactBits && entry.highest_bits != 0 && !entry.has_bits(settings.bits))
       break;
     return entry;
   }
-  fail(CGX_INVALID_ARGUMENT, "bits=", settings.bits, ": give 1 to 8, or 32 for exact values");
+  fail(CGX_INVALID_ARGUMENT, "bits=", settings.bits, "; it must be 1 to 8, or 32 (uncompressed)");
 }
 
 const CodecEntry& compressor_entry(int64_t compressor) {
@@ -221,8 +220,8 @@ void check_feedback(std::span<const CodecSettings> ways) {
 
 std::vector<DeviceRun> device_runs(const CodecSettings& settings, int64_t numel) {
   const CodecEntry& entry = codec_entry(settings);
-  require(entry.device_coding, CGX_UNSUPPORTED, "the codec ", entry.name,
-          " is not there for devices: ", entry.why_not);
+  require(entry.device_coding, CGX_UNSUPPORTED, "compressor='", entry.name,
+          "' is not supported on GPUs: ", entry.why_not);
   Coding coding = entry.device_coding(settings);
   const bool has_buckets = coding.density != 0 || coding.bits <= 8;
   if (!has_buckets) {
@@ -230,10 +229,10 @@ std::vector<DeviceRun> device_runs(const CodecSettings& settings, int64_t numel)
     return {{0, numel, coding}};
   }
   const bool whole = coding.density != 0 || settings.rotation != 0;
-  require(!whole || settings.bucket_size <= kMostWholeOnDevices, CGX_UNSUPPORTED, "compressor='",
-          entry.name, "' with rotation=", settings.rotation, " and buckets of ",
-          settings.bucket_size, " values: devices hold such buckets as a whole, of at most ",
-          kMostWholeOnDevices);
+  require(
+      !whole || settings.bucket_size <= kMostWholeOnDevices, CGX_UNSUPPORTED, "compressor='",
+      entry.name, "' with rotation=", settings.rotation, " and buckets of ", settings.bucket_size,
+      " values: on GPUs such buckets must fit shared memory, so use at most ", kMostWholeOnDevices);
   coding.rotation_log = static_cast<uint8_t>(std::bit_width(unsigned(settings.rotation | 1)) - 1);
   const int64_t exact = settings.skip_incomplete_buckets ? numel % settings.bucket_size : 0;
   std::vector<DeviceRun> runs;

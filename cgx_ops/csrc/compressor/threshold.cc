@@ -1,6 +1,6 @@
-// What Deep Gradient Compression publishes (Lin et al., ICLR 2018): the threshold is that of a
-// sample's largest magnitudes, and is adapted until about as many values are above it as are
-// wanted. A message is how many there are, their places, their values.
+// The threshold of Deep Gradient Compression (Lin et al., ICLR 2018): that of a sample's largest
+// magnitudes, adapted until about the desired number of values is above it. A message contains
+// their number, indices and values.
 #include <algorithm>
 #include <bit>
 #include <cmath>
@@ -17,14 +17,13 @@ namespace {
 
 constexpr int64_t kSampleEvery = 100;  // values
 constexpr int kMostRounds = 10;
-// Of the share that is wanted, in which the number of chosen values is; and by which a threshold is
-// multiplied.
+// The accepted number of chosen values, relative to the desired one. A threshold is multiplied by
+// the same factors.
 constexpr double kMost = 1.3, kLeast = 0.8;
 constexpr int64_t kCountBytes = 8;
 
-// The threshold that is not above some `least` to `most` of the values, by trials. What an earlier
-// trial implies is not counted again; and when only a few values are still in question, those alone
-// are.
+// Finds a threshold that between `least` and `most` values reach, by trials. Does not count again
+// if an earlier trial implies the result, and counts only the remaining candidates if they are few.
 class Search {
  public:
   Search(const float* values, int64_t numel, int64_t least, int64_t most)
@@ -46,9 +45,9 @@ class Search {
     return Above::kTooMany;
   }
 
-  // The places of what is not below the threshold; if that is more than `most`, those of the `most`
-  // largest, if it is fewer than `least`, those of the `least` largest: of values that are much
-  // alike no trial may have found enough.
+  // Returns the indices of values that reach the threshold. If that is more than `most`, those of
+  // the `most` largest; if fewer than `least`, those of the `least` largest. The latter happens if
+  // many values are nearly equal.
   std::vector<uint32_t> places(float threshold) const {
     std::vector<uint32_t> places(most_);
     int64_t found = most_ + 1;
@@ -62,7 +61,7 @@ class Search {
   }
 
  private:
-  // Times `most_`: to note a value takes as long as to look at some twenty.
+  // Relative to `most_`: recording a value takes as long as comparing about twenty.
   static constexpr int64_t kFew = 4;
 
   const float* values() const { return few_.places.empty() ? values_ : few_.values.data(); }
@@ -70,13 +69,13 @@ class Search {
     return few_.places.empty() ? numel_ : static_cast<int64_t>(few_.places.size());
   }
 
-  // Makes places among the values in question places among all.
+  // Converts indices of candidates to indices of all values.
   void to_all(std::vector<uint32_t>* places) const {
     if (few_.places.empty()) return;
     for (uint32_t& place : *places) place = few_.places[place];
   }
 
-  // To those that are not below the threshold.
+  // Keeps the values that reach the threshold as candidates.
   void narrow(float threshold, int64_t count) {
     Chosen fewer;
     fewer.resize(count);
@@ -88,9 +87,9 @@ class Search {
 
   const float* const values_;
   const int64_t numel_, least_, most_;
-  // Thresholds, as bits: up to here too many values are not below, from here on too few.
+  // Thresholds, as bits: at most this one, too many values reach it; from that one on, too few.
   int32_t too_many_to_ = -1, too_few_from_ = std::numeric_limits<int32_t>::max();
-  Chosen few_;  // the values in question; none: all are
+  Chosen few_;  // the candidates; empty: all values
 };
 
 class Threshold final : public Codec {
@@ -101,10 +100,10 @@ class Threshold final : public Codec {
   int64_t max_bytes(int64_t numel) const override {
     if (numel == 0) return 0;
     require(numel < kMostPlaces, CGX_INVALID_ARGUMENT, numel,
-            " values: threshold chooses among fewer than 2^32");
+            " values: threshold supports fewer than 2^32");
     const int64_t most = most_chosen(numel);
-    // Fewer values among as many take no more than so: a place has at most log2(numel / count) + 3
-    // bits, and the field of their high bits ends in a part of a byte.
+    // An upper bound for all counts: an index takes at most log2(numel / count) + 3 bits, plus a
+    // partial byte.
     const int bits = static_cast<int>(std::log2(numel / most)) + 4;
     return kCountBytes + most * bits / 8 + 2 + chosen_values_.bytes(most);
   }
@@ -162,7 +161,7 @@ class Threshold final : public Codec {
     const int64_t most = most_chosen(numel);
     const double least = kLeast * static_cast<double>(share_of(settings_, numel));
     float threshold = sampled(values, numel);
-    if (std::isnan(threshold)) {  // nothing is below it
+    if (std::isnan(threshold)) {  // all values reach it
       std::vector<uint32_t> places(most);
       kernels().select_largest(values, numel, most, places.data());
       return places;
@@ -176,12 +175,12 @@ class Threshold final : public Codec {
     return search.places(threshold);
   }
 
-  // The least of the sample's largest magnitudes.
+  // Returns the smallest of the sample's largest magnitudes.
   float sampled(const float* values, int64_t numel) const {
     std::vector<float> sample;
     for (int64_t i = std::min(kSampleEvery, numel) / 2; i < numel; i += kSampleEvery) {
       float value;
-      std::memcpy(&value, values + i, sizeof(value));  // callers' values need not be aligned
+      std::memcpy(&value, values + i, sizeof(value));  // callers' values may be unaligned
       sample.push_back(value);
     }
     const auto count = static_cast<int64_t>(sample.size());

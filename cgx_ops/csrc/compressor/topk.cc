@@ -1,5 +1,5 @@
-// Top-k (Aji and Heafield, EMNLP 2017): a record is the places of a bucket's largest magnitudes,
-// then their values.
+// Top-k (Aji and Heafield, EMNLP 2017): a record contains the indices of a bucket's largest
+// magnitudes, then their values.
 #include <algorithm>
 
 #include "base/status.h"
@@ -14,7 +14,7 @@ class Topk final : public SlicedCodec {
  public:
   explicit Topk(const CodecSettings& settings) : settings_(settings), chosen_values_(settings) {
     require(settings.bucket_size < kMostPlaces, CGX_INVALID_ARGUMENT, "buckets of ",
-            settings.bucket_size, " values: topk chooses among fewer than 2^32");
+            settings.bucket_size, " values: topk supports fewer than 2^32");
   }
 
   int64_t grain() const override { return settings_.bucket_size; }
@@ -76,7 +76,7 @@ class Topk final : public SlicedCodec {
     return {values_at, static_cast<size_t>(chosen_values_.bytes(k))};
   }
 
-  // Calls work(first, count, chosen), which has room for the bucket's share.
+  // Calls work(first, count, chosen), where `chosen` has room for the bucket's share.
   template <typename Work>
   void for_buckets(int64_t numel, const Work& work) const {
     thread_local Chosen chosen;

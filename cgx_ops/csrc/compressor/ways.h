@@ -1,4 +1,4 @@
-// The ways that values travel: each may have a codec of its own.
+// The stages in which values are sent. Each may have its own codec.
 #pragma once
 
 #include <array>
@@ -7,10 +7,10 @@
 
 namespace cgx {
 
-// What travels. Its number is the noise's phase (docs/reference/wire_format.md).
+// Its number is also the phase of the noise (docs/reference/wire_format.md, section 4).
 enum class Way : uint32_t {
-  kScatter = 0,  // a rank's own values, or partial sums, on their way to the owner
-  kGather = 1,   // reduced values, on their way back
+  kScatter = 0,  // a rank's own values, or partial sums, to the owner
+  kGather = 1,   // reduced values, from the owner
   kIntra = 2,    // a rank's own values, within its host (hierarchical)
 };
 

@@ -1,5 +1,4 @@
-// A message is what `inner` makes of the whole buckets, then the values that do not fill one,
-// exact.
+// A message contains the full buckets, encoded by `inner`, then the remaining values, uncompressed.
 #include <utility>
 
 #include "compressor/around.h"

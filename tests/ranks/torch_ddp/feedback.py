@@ -156,9 +156,9 @@ def exact_steps_leave_residuals_alone() -> None:
 def what_cannot_be() -> None:
     diverging: list[tuple[dict[str, Any], str]] = [
         ({"compressor": "sign"}, "a vote has no magnitude"),
-        ({"bits": 32}, "nothing is lost that it could add"),
+        ({"bits": 32}, "there is no quantization error"),
         ({"compressor": "ternary"}, "without clip=True"),
-        ({"compressor": "qsgd", "bits": 2, "bucket_size": 4096}, "give more bits"),
+        ({"compressor": "qsgd", "bits": 2, "bucket_size": 4096}, "use more bits"),
     ]
     for config, words in diverging:
         fails(InvalidArgument, words, lambda own=config: Config(**own, error_feedback=True))

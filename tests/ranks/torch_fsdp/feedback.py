@@ -304,7 +304,7 @@ def bad_feedback() -> None:
     model = sharded(Model())
     for config, words in (
         (None, "gradients travel exact"),
-        (EXACT, "nothing is lost that it could add"),
+        (EXACT, "there is no quantization error"),
         (Config(compressor="sign"), "a vote has no magnitude"),
     ):
         refuses(
