@@ -35,7 +35,7 @@ def test_results_are_those_of_cpus(n: int, program: Path) -> None:
 def test_auto_leaves_it(program: Path) -> None:
     for output in ranks(program, 2, "auto", transport="AUTO"):
         told, ended = output.splitlines()
-        assert "the wire 'staged', not by a better one: direct: rank 0: " in told
+        assert "the wire 'staged' because better ones are not available: direct: rank 0: " in told
         assert ended == "all well"
 
 

@@ -380,12 +380,12 @@ void test_places() {
   const auto with = [&](uint8_t low, uint8_t middle, uint8_t high) {
     return std::vector<std::byte>{std::byte{low}, std::byte{middle}, std::byte{high}};
   };
-  CHECK(contains(read_error(with(0x11, 0x11, 0x15), 64, 4), "3 places of 4"), "too few");
-  CHECK(contains(read_error(with(0x11, 0x11, 0x00), 64, 4), "0 places of 4"), "none");
+  CHECK(contains(read_error(with(0x11, 0x11, 0x15), 64, 4), "3 indices instead of 4"), "too few");
+  CHECK(contains(read_error(with(0x11, 0x11, 0x00), 64, 4), "0 indices instead of 4"), "none");
   CHECK(contains(read_error(with(0x11, 0x11, 0xff), 64, 4), "among 64 values"), "not ascending");
-  CHECK(contains(read_error(with(0x12, 0x11, 0x53), 64, 4), "place 1 among 64 values, after 2"),
+  CHECK(contains(read_error(with(0x12, 0x11, 0x53), 64, 4), "index 1 among 64 values, after 2"),
         "descending");
-  CHECK(contains(read_error(with(0x32, 0x54, 0x9f), 64, 4), "more than 4 places"), "too many");
+  CHECK(contains(read_error(with(0x32, 0x54, 0x9f), 64, 4), "more than 4 indices"), "too many");
   CHECK(contains(read_error(with(0x11, 0x11, 0xd4), 64, 4), "among 64 values"), "too large");
 }
 

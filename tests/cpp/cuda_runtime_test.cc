@@ -40,9 +40,9 @@ void test_host_memory() {
   for (int round = 0; round < 2; ++round) {  // a failure is not remembered
     const auto ask = [&] { device_of(&value); };
     if (has_device())
-      fails(CGX_INVALID_ARGUMENT, {"the first buffer", "host memory", "give device=CPU"}, ask);
+      fails(CGX_INVALID_ARGUMENT, {"the first buffer", "host memory", "pass device=CPU"}, ask);
     else if (!has_driver())
-      fails(CGX_SYSTEM, {"no NVIDIA driver", "give device=CPU"}, ask);
+      fails(CGX_SYSTEM, {"no NVIDIA driver", "pass device=CPU"}, ask);
     else
       fails(CGX_SYSTEM, {"looking for GPUs"}, ask);
   }
@@ -79,7 +79,7 @@ void test_texts() {
 void test_errors() {
   cuda::check(cudaSuccess, "nothing");
   cuda::check(CUDA_SUCCESS, "nothing");
-  fails(CGX_SYSTEM, {"a copy of 5 bytes: ", "(cudaErrorIllegalAddress). ", "restart it"},
+  fails(CGX_SYSTEM, {"a copy of 5 bytes: ", "(cudaErrorIllegalAddress). ", "restart the process"},
         [] { cuda::check(cudaErrorIllegalAddress, "a copy of ", 5, " bytes"); });
   // The driver's numbers are the runtime's.
   fails(CGX_SYSTEM, {"(cudaErrorMemoryAllocation). "},

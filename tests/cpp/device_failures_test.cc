@@ -53,7 +53,7 @@ void a_rank_that_never_comes_is_a_timeout() {
         CHECK(false, "rank %d saw no failure", rank);
       } catch (const Error& error) {
         const bool told = error.status() == CGX_TIMEOUT || error.status() == CGX_PEER_FAILED;
-        CHECK(told && contains(error.what(), "closed for devices"), "%s", error.what());
+        CHECK(told && contains(error.what(), "closed for GPUs"), "%s", error.what());
       }
       Rank next({}, rank, job.size());
       try {
@@ -207,7 +207,7 @@ void what_devices_refuse() {
     sparse.compressor = CGX_RANDK;
     sparse.value_bits = 0;
     sparse.seeds_on_device = true;
-    refused(sparse, "give them on the host");
+    refused(sparse, "pass seeds in host memory");
     Case whole;
     whole.compressor = CGX_THRESHOLD;
     refused(whole, "'threshold' is not supported on GPUs");
@@ -218,7 +218,7 @@ void what_devices_refuse() {
     refused(rotated, "8192");
     refused(wide, "bucket_size");
     job.devices[rank]->is_recording = true;
-    refused({}, "recording");
+    refused({}, "capturing");
     job.devices[rank]->is_recording = false;
 
     Rank call({}, rank, 2);

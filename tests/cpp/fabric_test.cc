@@ -21,7 +21,7 @@ void refuses_more(const Job& job, int rank, FakeQueue& stream, cgx_status_t stat
   Rank next({}, rank, job.size());
   const std::string text =
       error_of([&] { next.enqueue(*job.communicators[rank], *job.devices[rank], stream); }, status);
-  CHECK(contains(text, "closed for devices"), "%s", text.c_str());
+  CHECK(contains(text, "closed for GPUs"), "%s", text.c_str());
 }
 
 // What is put on the stream waits until it opens.
@@ -147,7 +147,7 @@ void what_hangs(double timeout_s, const std::function<void(FakeDevice&)>& fault,
 void what_hangs_on_the_device_ends_there() {
   what_hangs(
       kSoon, [](FakeDevice& device) { device.fabric.delivers = false; }, CGX_TIMEOUT,
-      "have not come after 2 s");
+      "did not arrive within 2 s");
   what_hangs(
       60,
       [](FakeDevice& device) { device.fabric.delivers = false, device.fabric.lost_peer = true; },
@@ -226,7 +226,7 @@ void streams_that_record_are_refused() {
     const std::string text =
         error_of([&] { call.enqueue(*job.communicators[rank], *job.devices[rank], stream); },
                  CGX_UNSUPPORTED);
-    CHECK(contains(text, "recording") && contains(text, "'nccl'"), "%s", text.c_str());
+    CHECK(contains(text, "capturing") && contains(text, "'nccl'"), "%s", text.c_str());
   });
 }
 

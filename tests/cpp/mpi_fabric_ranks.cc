@@ -292,7 +292,7 @@ void run_late() {
   std::memcpy(mine.data(), &self, sizeof(self));
   const std::vector<Bytes> processes = exchange("processes", mine);
   Stuck stuck(kSoon);
-  const std::string last = join("late, or gone: rank ", world()->size - 1);
+  const std::string last = join("late or lost: rank ", world()->size - 1);
   if (!is_last())
     stuck.require_given_up([&](const Error& error) {
       return error.status() == CGX_TIMEOUT && std::string(error.what()).ends_with(last);

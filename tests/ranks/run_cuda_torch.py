@@ -248,7 +248,7 @@ def not_recorded(r: int, n: int) -> None:
     allreduce(x)
     torch.cuda.synchronize()
     graph = torch.cuda.graph(torch.cuda.CUDAGraph())
-    with pytest.raises(TypeError, match="recording a CUDA graph"), graph:
+    with pytest.raises(TypeError, match="capturing a CUDA graph"), graph:
         allreduce(x, rounding="nearest")
     as_on_the_cpu(allreduce, tc.values(r, NUMEL))
 
@@ -410,7 +410,7 @@ def fails_on_all(group: Any, numel: int) -> str:
     dist.all_reduce(x, group=group)
     torch.cuda.synchronize()
     assert torch.isnan(x).all()
-    with pytest.raises(dist.DistBackendError, match="closed for devices") as raised:
+    with pytest.raises(dist.DistBackendError, match="closed for GPUs") as raised:
         dist.all_reduce(x, group=group)
     work = dist.all_reduce(torch.ones(9, device="cuda"), async_op=True)  # another group's
     work.wait()

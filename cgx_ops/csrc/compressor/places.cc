@@ -61,13 +61,13 @@ void read_places(const std::byte* bytes, int64_t numel, std::span<uint32_t> plac
   for (const std::byte* at = high; at < end; at += 8) {
     for (uint64_t word = load_word(at, end); word != 0; word &= word - 1) {
       const uint64_t bit = 8 * (at - high) + std::countr_zero(word);
-      require(found < places.size(), CGX_INVALID_ARGUMENT, "more than ", places.size(), " places");
+      require(found < places.size(), CGX_INVALID_ARGUMENT, "more than ", places.size(), " indices");
       const int64_t low_at = static_cast<int64_t>(found) * shape.low_bits;
       const uint64_t low = load_word(bytes + low_at / 8, end) >> (low_at % 8) &
                            ((uint64_t{1} << shape.low_bits) - 1);
       const uint64_t place = (bit - found) << shape.low_bits | low;
       require(place < static_cast<uint64_t>(numel) && (found == 0 || place > places[found - 1]),
-              CGX_INVALID_ARGUMENT, "place ", place, " among ", numel, " values, after ",
+              CGX_INVALID_ARGUMENT, "index ", place, " among ", numel, " values, after ",
               found == 0 ? 0 : places[found - 1]);
       places[found++] = static_cast<uint32_t>(place);
     }

@@ -1,4 +1,4 @@
-// device/queue.h in a build without CUDA: there are no devices, and this is why.
+// device/queue.h in a build without CUDA.
 #include "base/status.h"
 #include "device/queue.h"
 
@@ -6,8 +6,8 @@ namespace cgx::device {
 
 Device& device_of(const void* /*address*/) {
   fail(CGX_UNSUPPORTED,
-       "this cgx_ops was built without CUDA and cannot use a GPU's memory: build it again with "
-       "nvcc on PATH or in CUDA_HOME, or copy the values to the host");
+       "this cgx_ops was built without CUDA and cannot use GPU memory: rebuild it with nvcc on "
+       "PATH or in CUDA_HOME, or copy the values to the host");
 }
 
 std::string describe_devices() { return R"({"built": null, "driver": null, "devices": []})"; }

@@ -1,4 +1,4 @@
-// What `info` says of CUDA. Asks the driver, but starts no device: no context, no kernels.
+// The CUDA part of `info`. Queries the driver, but starts no device: no contexts, no kernels.
 #include "cuda/error.h"
 #include "device/queue.h"
 
@@ -8,17 +8,17 @@ namespace {
 using cuda::version_text;
 
 std::string describe_driver() {
-  int version = 0;  // stays 0 where there is no driver
+  int version = 0;  // stays 0 without a driver
   return cudaDriverGetVersion(&version) == cudaSuccess && version != 0
              ? join("\"", version_text(version), "\"")
              : "null";
 }
 
-// Names have no characters that JSON escapes.
+// Device names have no characters that JSON escapes.
 std::string describe_device(int ordinal) {
   cudaDeviceProp properties{};
-  cuda::check(cudaGetDeviceProperties(&properties, ordinal), "asking cuda:", ordinal,
-              " what it is");
+  cuda::check(cudaGetDeviceProperties(&properties, ordinal),
+              "querying the properties of cuda:", ordinal, " what it is");
   return join("{\"name\": \"", properties.name, "\", \"capability\": \"", properties.major, ".",
               properties.minor, "\", \"memory_gib\": ", (properties.totalGlobalMem >> 30), "}");
 }

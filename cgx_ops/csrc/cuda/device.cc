@@ -14,17 +14,17 @@
 namespace cgx::device::cuda {
 namespace {
 
-constexpr int kOldestMajor = 8;  // the compute capability that kernels are built for
+constexpr int kOldestMajor = 8;  // the oldest compute capability that kernels are built for
 
-// Where an address points to, as far as CUDA knows.
+// The kind of memory at an address, as CUDA reports it.
 enum class Kind { kUnknown, kPinned, kDevice };
 struct Location {
   Kind kind;
-  int ordinal;  // of kDevice
+  int ordinal;  // for kDevice
 };
 
-// By the driver: cudaPointerGetAttributes would start a context on this thread's current device.
-// nullopt: this thread has no context, and the driver then knows no address.
+// Uses the driver, because cudaPointerGetAttributes would start a context on this thread's current
+// device. nullopt: this thread has no context, so the driver recognizes no address.
 std::optional<Location> locate(const void* address) {
   unsigned int type = 0, managed = 0;
   int ordinal = -1;
@@ -35,13 +35,13 @@ std::optional<Location> locate(const void* address) {
       driver().pointer_attributes(3, asked, answers, reinterpret_cast<CUdeviceptr>(address));
   if (result == CUDA_ERROR_INVALID_CONTEXT) return std::nullopt;
   if (result == CUDA_ERROR_INVALID_VALUE)
-    return Location{Kind::kUnknown, -1};  // so the driver calls memory that it has not seen
+    return Location{Kind::kUnknown, -1};  // the driver's result for memory that it has not seen
   check(result, "cuPointerGetAttributes");
   if (type == CU_MEMORYTYPE_DEVICE || managed) return Location{Kind::kDevice, ordinal};
   return Location{type == CU_MEMORYTYPE_HOST ? Kind::kPinned : Kind::kUnknown, -1};
 }
 
-// Any device's context will do, as addresses are unified: of those that this process has started.
+// Addresses are unified, so any context of a started device will do.
 Location locate_on_any_thread(const void* address) {
   if (const auto found = locate(address)) return *found;
   int count = 0;
@@ -59,16 +59,16 @@ Location locate_on_any_thread(const void* address) {
   return {Kind::kUnknown, -1};
 }
 
-// The number of the device whose memory this is.
+// Returns the ordinal of the device whose memory this is.
 int device_at(const void* address, const BufferName& what) {
   constexpr char kRemedy[] =
-      ": give device=CPU, or move the values to the GPU (a tensor's .cuda()) before the call";
+      ": pass device=CPU, or move the values to the GPU before the call (a tensor's .cuda())";
   require(address != nullptr, CGX_INVALID_ARGUMENT, what, " is a null pointer");
   const Location at = locate_on_any_thread(address);
   require(at.kind != Kind::kPinned, CGX_INVALID_ARGUMENT, what, " is in pinned host memory",
           kRemedy);
   require(at.kind == Kind::kDevice, CGX_INVALID_ARGUMENT, what, " (address ", address,
-          ") is in host memory, or in a GPU's that has been freed", kRemedy);
+          ") is in host memory, or in GPU memory that has been freed", kRemedy);
   return at.ordinal;
 }
 
@@ -85,10 +85,10 @@ CudaDevice& CudaDevice::get(int ordinal) {
 
 CudaDevice::CudaDevice(int ordinal) : ordinal_(ordinal) {
   cudaDeviceProp properties{};
-  check(cudaGetDeviceProperties(&properties, ordinal), "asking ", name(), " what it is");
+  check(cudaGetDeviceProperties(&properties, ordinal), "asking ", name(), " for its properties");
   require(properties.major >= kOldestMajor, CGX_UNSUPPORTED, name(), " (", properties.name,
-          ") has compute capability ", properties.major, ".", properties.minor, "; cgx_ops needs ",
-          kOldestMajor, ".0 or newer: give device=CPU");
+          ") has compute capability ", properties.major, ".", properties.minor,
+          ", but cgx_ops needs ", kOldestMajor, ".0 or newer: pass device=CPU");
   flushes_remote_writes_ =
       properties.gpuDirectRDMAFlushWritesOptions & cudaFlushGPUDirectRDMAWritesOptionHost;
   CUdevice device = 0;
@@ -135,7 +135,7 @@ Memory CudaDevice::allocate_device(size_t bytes) {
   }
   Memory memory(static_cast<std::byte*>(address),
                 [this](std::byte* at) { release([at] { cudaFree(at); }); });
-  // On a stream of our own: the default stream may be recording, or busy for long.
+  // On a separate stream: the default stream may be capturing or busy.
   CudaQueue queue(*this);
   queue.clear(address, bytes);
   queue.synchronize();
@@ -168,7 +168,7 @@ bool CudaDevice::reached_by_mpi() {
 std::shared_ptr<void> CudaDevice::make_current() { return std::make_shared<Current>(context_); }
 
 void CudaDevice::flush_remote_writes() {
-  if (!flushes_remote_writes_) return;  // nothing writes so, or needs it
+  if (!flushes_remote_writes_) return;  // not needed, or not supported
   check(cudaDeviceFlushGPUDirectRDMAWrites(cudaFlushGPUDirectRDMAWritesTargetCurrentDevice,
                                            cudaFlushGPUDirectRDMAWritesToOwner),
         "cudaDeviceFlushGPUDirectRDMAWrites on ", name());
@@ -177,8 +177,8 @@ void CudaDevice::flush_remote_writes() {
 void CudaDevice::check_address(const void* address, const BufferName& what) {
   const int ordinal = device_at(address, what);
   require(ordinal == ordinal_, CGX_INVALID_ARGUMENT, what, " is on cuda:", ordinal,
-          ", the communicator uses cuda:", ordinal_,
-          ": all buffers of a rank's collectives are on one GPU");
+          ", but the communicator uses cuda:", ordinal_,
+          ": all buffers of a rank's collectives must be on one GPU");
 }
 
 }  // namespace cgx::device::cuda
@@ -188,7 +188,7 @@ namespace cgx::device {
 Device& device_of(const void* address) {
   if (address) return cuda::CudaDevice::get(cuda::device_at(address, {"the first buffer"}));
   int current = 0;
-  cuda::check(cudaGetDevice(&current), "asking for the current GPU");
+  cuda::check(cudaGetDevice(&current), "querying the current GPU");
   return cuda::CudaDevice::get(current);
 }
 

@@ -1,8 +1,8 @@
 // A GPU as a Device.
 //
-// A device starts at its first use, never when libcgx.so is loaded, and lives as long as the
-// process: CUDA's own end comes before that of static objects. It uses the primary context, which
-// the frameworks and their CUDA runtimes share.
+// A device starts on first use, not when libcgx.so is loaded, and lives as long as the process,
+// because CUDA ends before static objects are destroyed. It uses the primary context, which
+// frameworks and their CUDA runtimes share.
 #pragma once
 
 #include "cuda/queue.h"
@@ -11,8 +11,8 @@ namespace cgx::device::cuda {
 
 class CudaDevice : public Device {
  public:
-  // Starts the device if need be. Throws Error(CGX_SYSTEM) if there is none of this number, and
-  // Error(CGX_UNSUPPORTED) if it is older than the kernels.
+  // Starts the device if necessary. Throws Error(CGX_SYSTEM) if it does not exist, and
+  // Error(CGX_UNSUPPORTED) if it is older than the kernels support.
   static CudaDevice& get(int ordinal);
 
   std::string name() const override;
@@ -33,8 +33,8 @@ class CudaDevice : public Device {
   const cudaUUID_t& uuid() const { return uuid_; }
   CUcontext context() const { return context_; }
 
-  // Runs what frees something, in a destructor or deleter. That may be after the end of CUDA, which
-  // has then freed everything.
+  // Runs `work`, which frees something, in a destructor or deleter. It may run after CUDA has
+  // ended, which has freed everything then.
   template <typename Work>
   void release(Work work) const noexcept {
     try {

@@ -3,22 +3,22 @@
 namespace cgx::device::cuda {
 namespace {
 
-// version: of CUDA, where the function got the signature that we call it by.
+// `version`: the CUDA version that introduced this signature.
 template <typename Function>
 void find(const char* name, unsigned int version, Function* function) {
   void* address = nullptr;
   cudaDriverEntryPointQueryResult found{};
   check(cudaGetDriverEntryPointByVersion(name, &address, version, cudaEnableLegacyStream, &found),
-        "looking for the driver's ", name);
+        "looking up the driver's ", name);
   require(found == cudaDriverEntryPointSuccess && address != nullptr, CGX_SYSTEM,
-          "the NVIDIA driver has no ", name, " of CUDA ", version_text(static_cast<int>(version)),
-          ": update the driver");
+          "the NVIDIA driver does not have ", name, " of CUDA ",
+          version_text(static_cast<int>(version)), ": update the driver");
   *function = reinterpret_cast<Function>(address);
 }
 
 Driver load() {
   int count = 0;
-  check(cudaGetDeviceCount(&count), "looking for GPUs");  // says best what is missing
+  check(cudaGetDeviceCount(&count), "looking for GPUs");  // has the best error texts
   Driver driver{};
   find("cuDeviceGet", 2000, &driver.device_get);
   find("cuDeviceGetUuid", 11040, &driver.device_uuid);
@@ -27,7 +27,7 @@ Driver load() {
   find("cuCtxPushCurrent", 4000, &driver.push);
   find("cuCtxPopCurrent", 4000, &driver.pop);
   find("cuPointerGetAttributes", 7000, &driver.pointer_attributes);
-  // The second version, which needs no option of the kernel module.
+  // Version 2, which needs no option of the kernel module.
   find("cuStreamWaitValue32", 11070, &driver.wait_value);
   return driver;
 }
@@ -41,7 +41,7 @@ const Driver& driver() {
 
 Current::Current(CUcontext context) {
   check(driver().push(context), "making a GPU's context current");
-  // After the push: on a thread without a context the runtime would start one, on device 0.
+  // After the push: on a thread without a context the runtime would start one on device 0.
   if (const cudaError_t error = cudaThreadExchangeStreamCaptureMode(&mode_)) {
     CUcontext ours = nullptr;
     driver().pop(&ours);

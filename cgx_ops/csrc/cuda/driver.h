@@ -1,5 +1,5 @@
-// The few functions of the driver that the runtime API lacks. They are looked up when first
-// needed, so that libcgx.so has no link to libcuda and loads where there is none.
+// Functions of the CUDA driver that the runtime API lacks. They are looked up on first use, so that
+// libcgx.so does not link to libcuda and loads on machines without it.
 #pragma once
 
 #include <cudaTypedefs.h>
@@ -19,17 +19,17 @@ struct Driver {
   PFN_cuStreamWaitValue32_v11070 wait_value;
 };
 
-// Throws Error(CGX_SYSTEM) where there is no driver, no GPU, or too old a driver; asks again at the
-// next call then.
+// Throws Error(CGX_SYSTEM) if there is no driver or GPU, or the driver is too old. The next call
+// tries again.
 const Driver& driver();
 
-// Makes a device's context this thread's while it lives. The caller may be recording a graph:
-// calls that do not touch what is recorded (allocating, waiting for our own streams) are permitted
-// meanwhile, as they are not by default.
+// Makes a device's context current on this thread while it exists. The caller may be capturing a
+// graph: calls that do not touch the captured streams (allocating, waiting for our own streams) are
+// permitted, unlike by default.
 //
-// By the driver's stack of contexts and not by cudaSetDevice: the framework has a CUDA runtime of
-// its own, whose idea of the current device ours does not know and could not restore; and
-// cudaSetDevice would start a context on whatever device it restores.
+// Uses the driver's context stack instead of cudaSetDevice. The framework has its own CUDA runtime,
+// whose current device this runtime does not know and could not restore. Also, cudaSetDevice would
+// start a context on the device that it restores.
 class Current {
  public:
   explicit Current(CUcontext context);
@@ -38,7 +38,7 @@ class Current {
   Current& operator=(const Current&) = delete;
 
  private:
-  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;  // then the caller's
+  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;  // later the caller's
 };
 
 }  // namespace cgx::device::cuda

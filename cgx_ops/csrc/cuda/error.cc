@@ -11,27 +11,29 @@ struct Remedy {
 };
 
 constexpr char kBroken[] =
-    "A kernel that ran before, of this library or another, has broken this process's use of the "
-    "GPU: restart it; compute-sanitizer finds the kernel";
+    "An earlier kernel, of this library or another, has put the GPU context of this process in an "
+    "error state: restart the process, and use compute-sanitizer to find the kernel";
 constexpr char kRecording[] =
-    "A stream is recording a CUDA graph: what is recorded runs on that stream, or one that it "
-    "forked, and not on the default stream";
+    "A stream is capturing a CUDA graph: captured work must run on that stream or one forked from "
+    "it, and not on the default stream";
 
 constexpr Remedy kRemedies[] = {
-    {cudaErrorNoDevice, "No GPU is here, or CUDA_VISIBLE_DEVICES hides all: give device=CPU"},
+    {cudaErrorNoDevice,
+     "There is no GPU, or CUDA_VISIBLE_DEVICES hides all of them: pass device=CPU"},
     {cudaErrorInitializationError,
-     "If this process was forked from one that used CUDA: start workers with spawn. Else see what "
-     "nvidia-smi says"},
+     "If this process was forked from one that used CUDA, start workers with spawn; otherwise "
+     "check nvidia-smi"},
     {cudaErrorSystemDriverMismatch,
-     "The driver's library and its kernel module are of different versions: reboot, or reload the "
+     "The driver's library and kernel module have different versions: reboot, or reload the "
      "module"},
     {cudaErrorDevicesUnavailable,
-     "Another process has the GPU for itself: nvidia-smi --compute-mode=DEFAULT lets ranks share "
+     "Another process uses the GPU exclusively: nvidia-smi --compute-mode=DEFAULT lets ranks share "
      "it"},
-    {cudaErrorMemoryAllocation, "Let others on this GPU or host, the framework too, take less"},
+    {cudaErrorMemoryAllocation,
+     "Reduce the memory that other programs and the framework use on this GPU or host"},
     {cudaErrorInvalidResourceHandle,
-     "The stream belongs to another GPU than the buffers, or has been destroyed"},
-    {cudaErrorInvalidConfiguration, "This is a defect in cgx"},
+     "The stream belongs to a different GPU than the buffers, or has been destroyed"},
+    {cudaErrorInvalidConfiguration, "This is a defect in cgx: please report it"},
     {cudaErrorStreamCaptureUnsupported, kRecording},
     {cudaErrorStreamCaptureInvalidated, kRecording},
     {cudaErrorStreamCaptureIsolation, kRecording},
@@ -42,7 +44,7 @@ constexpr Remedy kRemedies[] = {
     {cudaErrorLaunchTimeout, kBroken},
     {cudaErrorAssert, kBroken},
     {cudaErrorHardwareStackError, kBroken},
-    {cudaErrorECCUncorrectable, "The GPU's memory is damaged: see what nvidia-smi -q says"},
+    {cudaErrorECCUncorrectable, "The GPU's memory is damaged: check nvidia-smi -q"},
 };
 
 std::string remedy(cudaError_t error) {
@@ -50,11 +52,11 @@ std::string remedy(cudaError_t error) {
     int driver = 0;
     cudaDriverGetVersion(&driver);
     const std::string built = version_text(CUDART_VERSION);
-    return driver == 0 ? "This machine has no NVIDIA driver (libcuda.so.1): run where one is, or "
-                         "give device=CPU"
-                       : join("The driver is one for CUDA ", version_text(driver),
-                              ", this cgx_ops was built with ", built,
-                              ": update the driver, or build with an older toolkit");
+    return driver == 0 ? "This machine has no NVIDIA driver (libcuda.so.1): run on a machine with "
+                         "a driver, or pass device=CPU"
+                       : join("The driver supports CUDA ", version_text(driver),
+                              ", but this cgx_ops was built with ", built,
+                              ": update the driver, or rebuild with an older toolkit");
   }
   for (const Remedy& row : kRemedies)
     if (row.error == error) return row.text;

@@ -1,4 +1,4 @@
-// CUDA's error codes as Errors, with CUDA's words, where it happened and the remedy.
+// Converts CUDA's error codes to Errors with CUDA's text, the location and the remedy.
 #pragma once
 
 #include <cuda.h>
@@ -10,18 +10,18 @@
 
 namespace cgx::device::cuda {
 
-// Throws Error(CGX_SYSTEM): "<what>: <CUDA's words> (<code>). <remedy>". What the runtime keeps as
-// its last error is cleared: somebody else's next check must not find ours.
+// Throws Error(CGX_SYSTEM): "<what>: <CUDA's text> (<code>). <remedy>". Clears the runtime's last
+// error, so that the next check of another library does not report it.
 [[noreturn]] void fail_cuda(cudaError_t error, const std::string& what);
 
-// what: the call and where, "cudaMemcpyAsync of 64.0 MiB on cuda:0".
+// `what`: the call and the device, "cudaMemcpyAsync of 64.0 MiB on cuda:0".
 template <typename... Parts>
 void check(cudaError_t error, const Parts&... what) {
   if (error != cudaSuccess) [[unlikely]]
     fail_cuda(error, join(what...));
 }
 
-// The driver numbers its errors as the runtime does.
+// The driver's error numbers equal the runtime's.
 template <typename... Parts>
 void check(CUresult result, const Parts&... what) {
   check(static_cast<cudaError_t>(result), what...);
@@ -29,7 +29,7 @@ void check(CUresult result, const Parts&... what) {
 
 // "1.2 GiB".
 std::string size_text(size_t bytes);
-// A version as CUDA counts it, 13020: "13.2".
+// Formats CUDA's version number: 13020 is "13.2".
 std::string version_text(int version);
 
 }  // namespace cgx::device::cuda

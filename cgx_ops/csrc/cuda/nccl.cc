@@ -9,10 +9,10 @@
 namespace cgx::device::cuda {
 namespace {
 
-// ---- What we use of nccl.h ----------------------------------------------------------------------
+// ---- declarations of nccl.h ---------------------------------------------------------------------
 
 constexpr char kLibrary[] = "libnccl.so.2";
-constexpr int kOldest = 21800;  // 2.18: aborts what is still being connected
+constexpr int kOldest = 21800;  // 2.18: can abort while connecting
 
 enum Result { kSuccess = 0, kRemoteError = 6, kInProgress = 7 };
 constexpr int kInt8 = 0;
@@ -21,7 +21,7 @@ struct Comm;
 struct UniqueId {
   char internal[128];
 };
-// As of 2.14. NCCL takes as much as `size` says, and its defaults for what came after `version`.
+// As of 2.14. NCCL reads `size` bytes, and uses defaults for fields newer than `version`.
 struct Config {
   size_t size = sizeof(Config);
   unsigned int magic = 0xcafebeef;
@@ -29,7 +29,7 @@ struct Config {
   int blocking = 0;
 };
 
-// ---- Looking it up ------------------------------------------------------------------------------
+// ---- lookup -------------------------------------------------------------------------------------
 
 // 22703: "2.27.3".
 std::string text_of_version(int version) {
@@ -61,15 +61,15 @@ struct Nccl::Functions {
 };
 
 Nccl::Nccl() {
-  // The framework's own copy, wherever it lies, before one of the system's.
+  // Prefer the framework's copy to the system's.
   void* library = dlopen(kLibrary, RTLD_NOW | RTLD_NOLOAD);
   if (!library) library = dlopen(kLibrary, RTLD_NOW | RTLD_LOCAL);
-  require(library != nullptr, CGX_SYSTEM, "no NCCL: ", dlerror(),
-          " (import the framework first, or put NCCL's folder in LD_LIBRARY_PATH)");
+  require(library != nullptr, CGX_SYSTEM, "cannot load NCCL: ", dlerror(),
+          " (import the framework first, or add NCCL's folder to LD_LIBRARY_PATH)");
   Functions call{};
   find_function(library, "ncclGetVersion", &call.version);
   check(call.version(&version_), "ncclGetVersion");
-  require(version_ >= kOldest, CGX_SYSTEM, "NCCL is ", version(), ", cgx needs ",
+  require(version_ >= kOldest, CGX_SYSTEM, "NCCL is ", version(), ", but cgx needs ",
           text_of_version(kOldest), " or newer");
   find_function(library, "ncclGetUniqueId", &call.unique_id);
   find_function(library, "ncclCommInitRankConfig", &call.init);
@@ -114,7 +114,7 @@ void NcclFabric::connect(int rank, int size, const Bytes& id, Seconds timeout) {
   UniqueId same{};
   require(id.size() == sizeof(same), CGX_INTERNAL, "NCCL's id has ", id.size(), " bytes");
   std::memcpy(&same, id.data(), sizeof(same));
-  const Current current(device_.context());  // NCCL takes the device that is current
+  const Current current(device_.context());  // NCCL uses the current device
   Lock lock(mutex_);
   Comm* made = nullptr;
   Config config;
@@ -132,7 +132,7 @@ void NcclFabric::exchange(std::span<const Message> outgoing, std::span<const Mes
   require_open();
   auto* comm = static_cast<Comm*>(handle_);
   nccl_.check(call.group_start(), "ncclGroupStart");
-  int result = kSuccess;  // of the first that failed; a group that was begun must be ended
+  int result = kSuccess;  // the first failure; a started group must be ended in any case
   const auto put = [&](auto function, const Message& message) {
     if (result == kSuccess || result == kInProgress)
       result = function(message.at.get(), message.bytes, kInt8, message.peer, comm, stream);
@@ -153,9 +153,10 @@ void NcclFabric::settle(Lock& lock, int result, const char* call, Seconds timeou
     nccl_.check(nccl_.call_->async_error(static_cast<Comm*>(handle_), &result), call);
     nccl_.check(result, call);
     if (result == kSuccess) return;
-    require(std::chrono::steady_clock::now() < deadline, CGX_TIMEOUT, call, " has not ended after ",
-            timeout.count(),
-            " s: a rank is late or gone, or NCCL cannot reach it (NCCL_DEBUG=INFO says more)");
+    require(
+        std::chrono::steady_clock::now() < deadline, CGX_TIMEOUT, call, " did not end within ",
+        timeout.count(),
+        " s: a rank is late or lost, or NCCL cannot reach it (set NCCL_DEBUG=INFO for details)");
     lock.unlock();
     std::this_thread::sleep_for(kPause);
     lock.lock();
@@ -175,7 +176,7 @@ void NcclFabric::check() {
   nccl_.check(state, "a peer, or the network to it");
 }
 
-// Without the lock: it waits for what is on the device, which ends now.
+// Without the lock, because it waits for work on the device, which ends now.
 void NcclFabric::abort() {
   Lock lock(mutex_);
   auto* comm = static_cast<Comm*>(std::exchange(handle_, nullptr));
@@ -188,7 +189,7 @@ void NcclFabric::close(Seconds timeout) {
   Lock lock(mutex_);
   require_open();
   settle(lock, nccl_.call_->finalize(static_cast<Comm*>(handle_)), "ncclCommFinalize",
-         timeout);  // else the destructor aborts
+         timeout);  // otherwise the destructor aborts
   nccl_.check(nccl_.call_->destroy(static_cast<Comm*>(std::exchange(handle_, nullptr))),
               "ncclCommDestroy");
 }

@@ -1,7 +1,7 @@
-// NCCL as a Fabric, also between hosts: the library that the framework has loaded, looked up when
-// first needed, with declarations of our own.
+// NCCL as a Fabric. Uses the library that the framework has loaded, looked up on first use, with
+// our own declarations.
 //
-// Communicators are NCCL's non-blocking ones, so that no call waits for peers without a deadline.
+// Communicators are non-blocking, so that no call waits for peers without a deadline.
 #pragma once
 
 #include <memory>
@@ -16,7 +16,7 @@ namespace cgx::device::cuda {
 
 class Nccl {
  public:
-  // Throws Error(CGX_SYSTEM) if this process finds no NCCL, or one that is too old.
+  // Throws Error(CGX_SYSTEM) if NCCL is not found or too old.
   static const Nccl& find();
 
   std::string version() const;
@@ -32,7 +32,7 @@ class Nccl {
   int version_ = 0;
 };
 
-// A communicator.
+// An NCCL communicator.
 class NcclFabric final : public Fabric {
  public:
   NcclFabric(const Nccl& nccl, const CudaDevice& device) : nccl_(nccl), device_(device) {}
@@ -42,7 +42,8 @@ class NcclFabric final : public Fabric {
 
   Bytes make_id() override { return nccl_.make_id(); }
   void connect(int rank, int size, const Bytes& id, Seconds timeout) override;
-  // Waits for the peers the first time that any two meet: connecting takes both.
+  // Waits for peers when two ranks exchange messages for the first time, because connecting takes
+  // both.
   void exchange(std::span<const Message> outgoing, std::span<const Message> incoming, Queue& queue,
                 Seconds timeout) override;
   void check() override;
@@ -51,13 +52,13 @@ class NcclFabric final : public Fabric {
 
  private:
   using Lock = std::unique_lock<std::mutex>;
-  // Until what was begun has ended; without the lock while it sleeps.
+  // Waits until a started operation has ended. Releases the lock while it sleeps.
   void settle(Lock& lock, int result, const char* call, Seconds timeout);
   void require_open() const;
 
   const Nccl& nccl_;
   const CudaDevice& device_;
-  std::mutex mutex_;        // NCCL's functions are not for several threads at once
+  std::mutex mutex_;        // NCCL's functions are not thread-safe
   void* handle_ = nullptr;  // an ncclComm_t
 };
 

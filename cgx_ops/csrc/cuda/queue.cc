@@ -10,13 +10,13 @@ CudaQueue::CudaQueue(const CudaDevice& device) : device_(device), own_(true) {
   int least = 0, greatest = 0;
   check(cudaDeviceGetStreamPriorityRange(&least, &greatest), "cudaDeviceGetStreamPriorityRange");
   check(cudaStreamCreateWithPriority(&stream_, cudaStreamNonBlocking, greatest),
-        "making a stream on ", device.name());
+        "creating a stream on ", device.name());
 }
 
 CudaQueue::CudaQueue(const CudaDevice& device, cudaStream_t stream)
     : device_(device), own_(false), stream_(stream) {}
 
-// Neither waits for the stream nor disturbs what is on it.
+// Does not wait for the stream or affect its work.
 CudaQueue::~CudaQueue() {
   if (!own_ && !mark_) return;
   device_.release([this] {
@@ -72,10 +72,10 @@ void CudaQueue::wait_for(const uint32_t* word, uint32_t value) {
 void CudaQueue::follow(Queue& other) {
   auto& ahead = static_cast<CudaQueue&>(other);
   require(&ahead.device_ == &device_, CGX_INTERNAL, "a queue of ", device_.name(),
-          " is to follow one of ", ahead.device_.name());
+          " cannot follow one of ", ahead.device_.name());
   const Current current(device_.context());
   if (!mark_)
-    check(cudaEventCreateWithFlags(&mark_, cudaEventDisableTiming), "making an event on ",
+    check(cudaEventCreateWithFlags(&mark_, cudaEventDisableTiming), "creating an event on ",
           device_.name());
   check(cudaEventRecord(mark_, ahead.stream_), "cudaEventRecord on ", device_.name());
   check(cudaStreamWaitEvent(stream_, mark_, cudaEventWaitDefault), "cudaStreamWaitEvent on ",

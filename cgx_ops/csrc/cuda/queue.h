@@ -10,11 +10,11 @@ class CudaDevice;
 
 class CudaQueue : public Queue {
  public:
-  // A stream of our own: not ordered with the default stream, of the greatest priority, since what
-  // waits for it is waited for by peers too.
+  // Creates a stream: not synchronized with the default stream, and of the highest priority, since
+  // peers wait for its work, too.
   explicit CudaQueue(const CudaDevice& device);
-  // The caller's: any cudaStream_t of the device, NULL, cudaStreamLegacy and cudaStreamPerThread
-  // among them. It must outlive the queue.
+  // Wraps the caller's stream: any cudaStream_t of the device, including NULL, cudaStreamLegacy and
+  // cudaStreamPerThread. It must outlive the queue.
   CudaQueue(const CudaDevice& device, cudaStream_t stream);
   ~CudaQueue() override;
   CudaQueue(const CudaQueue&) = delete;
@@ -26,9 +26,9 @@ class CudaQueue : public Queue {
   void signal(const Signals& launch) override;
   void copy(void* to, const void* from, size_t bytes) override;
   void clear(void* at, size_t bytes) override;
-  // `work` is not called if the device has failed by then.
+  // `work` is not called if the device has failed.
   void call(void (*work)(void* context), void* context) override;
-  // Compares as stream memory operations do, in a circle: words may wrap around.
+  // Compares as stream memory operations do, modulo 2^32, so words may wrap around.
   void wait_for(const uint32_t* word, uint32_t value) override;
   void follow(Queue& other) override;
   bool idle() override;
@@ -40,8 +40,8 @@ class CudaQueue : public Queue {
   const CudaDevice& device_;
   const bool own_;
   cudaStream_t stream_ = nullptr;
-  // Marks the end of what this queue follows; made when first needed. One is enough: a wait is for
-  // the record that it saw, whatever is recorded later.
+  // Marks the end of the queue that this one follows; created on first use. One event is enough,
+  // because a wait refers to the record at the time of the call.
   cudaEvent_t mark_ = nullptr;
 };
 

@@ -12,7 +12,7 @@
 namespace cgx::device::cuda {
 namespace {
 
-// This process's number of a GPU; nullopt: CUDA_VISIBLE_DEVICES hides it here.
+// Returns this process's ordinal of a GPU; nullopt if CUDA_VISIBLE_DEVICES hides it.
 std::optional<int> find(const cudaUUID_t& uuid) {
   int count = 0;
   check(cudaGetDeviceCount(&count), "cudaGetDeviceCount");
@@ -30,8 +30,8 @@ void require_access(const CudaDevice& device, int peer) {
   int can = 0;
   check(cudaDeviceCanAccessPeer(&can, device.ordinal(), peer), "cudaDeviceCanAccessPeer");
   require(can != 0, CGX_SYSTEM, device.name(), " cannot access the memory of cuda:", peer,
-          ": no NVLink joins them and PCIe does not let them (nvidia-smi topo -p2p rw says why); "
-          "send through the host");
+          ": they have no NVLink, and PCIe does not permit it (nvidia-smi topo -p2p rw shows the "
+          "reason); send through the host");
 }
 
 // The memory of another rank of this process.
@@ -42,7 +42,7 @@ Memory open_here(const CudaDevice& device, int peer, std::byte* address) {
       check(error, "cudaDeviceEnablePeerAccess of ", device.name(), " to cuda:", peer);
     cudaGetLastError();
   }
-  return Memory(address, [](std::byte*) {});  // the rank that allocated it frees it
+  return Memory(address, [](std::byte*) {});  // its rank frees it
 }
 
 Memory open_handle(const CudaDevice& device, const Shared& shared) {
@@ -51,9 +51,8 @@ Memory open_handle(const CudaDevice& device, const Shared& shared) {
           cudaIpcOpenMemHandle(&address, shared.handle, cudaIpcMemLazyEnablePeerAccess))
     fail_cuda(error,
               join("cudaIpcOpenMemHandle on ", device.name(), " for memory of process ", shared.pid,
-                   " (ranks in containers need one PID and IPC namespace, --pid=host "
-                   "--ipc=host; MIG instances and WSL share no memory; else send through "
-                   "the host)"));
+                   " (ranks in containers need one PID and IPC namespace: --pid=host --ipc=host; "
+                   "MIG instances and WSL do not support it; otherwise send through the host)"));
   return Memory(static_cast<std::byte*>(address),
                 [&device](std::byte* at) { device.release([at] { cudaIpcCloseMemHandle(at); }); });
 }
@@ -62,18 +61,18 @@ Memory open_handle(const CudaDevice& device, const Shared& shared) {
 
 Shared Shared::read(const Bytes& bytes) {
   Shared shared{};
-  require(bytes.size() == sizeof(shared), CGX_SYSTEM, "a peer describes its GPU memory in ",
-          bytes.size(), " bytes, this rank in ", sizeof(shared),
+  require(bytes.size() == sizeof(shared), CGX_SYSTEM, "a peer's description of its GPU memory has ",
+          bytes.size(), " bytes, this rank's has ", sizeof(shared),
           ": the ranks run different versions of cgx");
   std::memcpy(&shared, bytes.data(), sizeof(shared));
   require(shared.memory == this_memory_number(), CGX_SYSTEM, "process ", shared.pid,
-          " is on another host, or in a container with another host name or PID namespace: its GPU "
-          "memory cannot be opened here. Run containers with --pid=host --uts=host --ipc=host, or "
-          "send through the host");
+          " is on another host, or in a container with another host name or PID namespace, so its "
+          "GPU memory cannot be opened here. Run containers with --pid=host --uts=host --ipc=host, "
+          "or send through the host");
   return shared;
 }
 
-// By a hash, since the names are too long for a handle.
+// A hash, because the names are too long for a handle.
 uint64_t Shared::this_memory_number() {
   const Host memory = this_memory();
   return fnv1a(std::as_bytes(std::span(memory)));
@@ -102,7 +101,7 @@ Memory open(const CudaDevice& device, const Bytes& bytes) {
   const std::optional<int> peer = find(shared.uuid);
   if (peer && *peer != device.ordinal()) require_access(device, *peer);
   if (shared.pid != getpid()) return open_handle(device, shared);
-  require(peer.has_value(), CGX_INTERNAL, "a GPU of this process is not among its GPUs");
+  require(peer.has_value(), CGX_INTERNAL, "a GPU of this process is not in its list of GPUs");
   return open_here(device, *peer, reinterpret_cast<std::byte*>(shared.address));
 }
 

@@ -1,4 +1,4 @@
-// A step that either all ranks have done, or none goes on from.
+// A step that succeeds on all ranks or is abandoned on all ranks.
 #pragma once
 
 #include <chrono>
@@ -12,13 +12,14 @@
 
 namespace cgx::device {
 
-// Does `step`, which returns a blob or throws, and exchanges what came of it, as `what`. True: all
-// ranks' blobs are in *blobs. False, on all ranks: *why has who failed first, and with which words.
+// Runs `step`, which returns a blob or throws, and exchanges the outcomes under the key `what`.
+// Returns true on all ranks, with their blobs, if all succeeded. Otherwise returns false on all
+// ranks, with the first failed rank and its error in *why.
 template <typename Step>
 bool all_succeed(HostLink& host, const std::string& what, std::chrono::duration<double> timeout,
                  const Step& step, std::vector<Bytes>* blobs, std::string* why) {
   constexpr size_t kMostText = 1000;
-  Bytes message(1);  // 1 and the blob, or 0 and the reason
+  Bytes message(1);  // 1 and the blob, or 0 and the error
   try {
     const Bytes blob = step();
     message[0] = std::byte{1};
@@ -31,7 +32,8 @@ bool all_succeed(HostLink& host, const std::string& what, std::chrono::duration<
   std::vector<Bytes> all = host.exchange(what, message, timeout);
   blobs->clear();
   for (size_t rank = 0; rank < all.size(); ++rank) {
-    require(!all[rank].empty(), CGX_PEER_FAILED, "rank ", rank, " sent nothing for ", what);
+    require(!all[rank].empty(), CGX_PEER_FAILED, "rank ", rank, " sent an empty message for ",
+            what);
     const Bytes rest(all[rank].begin() + 1, all[rank].end());
     if (all[rank][0] == std::byte{0}) {
       *why = join("rank ", rank, ": ",

@@ -7,7 +7,7 @@ std::byte* bytes_at(const void* address) {
   return static_cast<std::byte*>(const_cast<void*>(address));
 }
 
-// A launch of all runs. place(&piece, values_at, message_at) says where a piece's bytes are.
+// Makes a launch of all runs. place(&piece, values_at, message_at) sets the addresses of a piece.
 template <typename Launch, typename Place>
 Launch launch_of(const Run& run, const Place& place) {
   const CodecSettings& settings = run.settings;

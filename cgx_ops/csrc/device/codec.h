@@ -1,4 +1,4 @@
-// The codec alone, on a device: for tests and benchmarks of its kernels.
+// Encoding and decoding on a GPU without communication, for tests and benchmarks of kernels.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +8,8 @@
 
 namespace cgx::device {
 
-// As Codec's encode and decode, of settings and a run that begins at first_index.
+// The arguments of Codec::encode and decode: settings, and a run of values that begins at
+// first_index.
 struct Run {
   CodecSettings settings;
   Rounding rounding;
@@ -17,7 +18,7 @@ struct Run {
 };
 void quantize(Queue& queue, const Run& run, const void* values, void* message);
 void dequantize(Queue& queue, const Run& run, const void* message, void* values);
-// The message of the sum of `count` messages, `stride` bytes apart, in their order.
+// Sums `count` messages, which are `stride` bytes apart, in their order, and encodes the sum.
 void sum_encoded(Queue& queue, const Run& run, const void* messages, int32_t count, int64_t stride,
                  void* message);
 

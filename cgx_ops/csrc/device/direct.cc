@@ -14,18 +14,18 @@ namespace cgx::device {
 namespace {
 
 constexpr int64_t kMostSlotBytes = 8 << 20;
-constexpr int64_t kWindowBytes = 64 << 20;  // of all slots, so that many ranks do not need more
+constexpr int64_t kWindowBytes = 64 << 20;  // limit for all slots together
 
 int64_t aligned(int64_t bytes) {
   return (bytes + kSlotAlignment - 1) / kSlotAlignment * kSlotAlignment;
 }
 
-// What a notice says.
+// The contents of a notice.
 struct Said {
   Agreement agreement;
   uint64_t number;
-  double timeout_s;  // the sender's own business: not in the digest
-  // In what is left: of a longer one the beginning.
+  double timeout_s;  // differs between ranks, so it is not in the digest
+  // The rest of the words; longer names are truncated.
   char name[sizeof(Notice::words) - sizeof(agreement) - sizeof(number) - sizeof(timeout_s)];
 };
 static_assert(sizeof(Said) == sizeof(Notice::words) && sizeof(Said::name) >= 32);
@@ -50,31 +50,32 @@ Said said_in(const Notice& notice) {
   return said;
 }
 
-// The words of `status` for what the device has reported.
+// Formats a device's report.
 std::string text_of(const Report& report) {
   const Said ours = said_in(report.ours);
   const std::string what = join("device collective ", title_of(ours.name, ours.number));
   switch (report.status) {
     case CGX_TIMEOUT:
-      return join(what, ": rank ", report.rank, " has not come to it after ", ours.timeout_s,
-                  " s; it is late, gone, or has called fewer collectives");
+      return join(what, ": rank ", report.rank, " has not called it within ", ours.timeout_s,
+                  " s; it is late or lost, or has called fewer collectives");
     case CGX_MISMATCH: {
       const Said theirs = said_in(report.theirs);
       const std::string differs =
           theirs.number != ours.number || std::strcmp(theirs.name, ours.name)
-              ? join("it is at ", title_of(theirs.name, theirs.number))
+              ? join("it calls ", title_of(theirs.name, theirs.number))
               : difference(ours.agreement, theirs.agreement);
-      return join(what, ": rank ", report.rank, " disagrees: ", differs,
-                  "; every rank must call device collectives with the same arguments in the same "
-                  "order");
+      return join(
+          what, ": rank ", report.rank, " disagrees: ", differs,
+          "; every rank must call GPU collectives with the same arguments in the same order");
     }
     default:
       return join(what, ": rank ", report.rank, " gave up before it ended");
   }
 }
 
-// Windows stay until the process ends: to free memory that another process has mapped is undefined,
-// and to know that none has would take waiting for all of them when a communicator is closed.
+// Windows live until the process exits. Freeing memory that another process has mapped is
+// undefined, and waiting until all peers have unmapped it would make closing a communicator
+// collective.
 void keep(const Memory& window) {
   static std::mutex mutex;
   static auto& windows = *new std::vector<Memory>;
@@ -97,7 +98,7 @@ class Direct final : public Wire, private Lane {
   }
 
   const Bytes& shared() const { return shared_; }
-  // Windows by rank.
+  // `windows`: by rank.
   void open(Device& device, const std::vector<Bytes>& windows) {
     for (int peer = 0; peer < host_.size(); ++peer)
       windows_.push_back(peer == host_.rank() ? window_ : device.open(windows[peer]));
@@ -125,7 +126,8 @@ class Direct final : public Wire, private Lane {
     return Failure{static_cast<cgx_status_t>(status), text_of(report)};
   }
 
-  // What is on the caller's queue goes on; peers wait for messages that will not come.
+  // Lets the caller's queue continue, and notifies peers, which wait for messages that will not
+  // come.
   void give_up(Queue& caller) override {
     caller.copy(&control()->fault, &pinned()->given_up, sizeof(uint32_t));
     queue_ = &caller;
@@ -134,9 +136,9 @@ class Direct final : public Wire, private Lane {
   void close(std::chrono::duration<double>) override { windows_.clear(); }
 
  private:
-  // On the device.
+  // In device memory.
   struct Control {
-    uint64_t done;  // exchanges
+    uint64_t done;  // number of exchanges
     uint32_t fault;
   };
   Control* control() const { return reinterpret_cast<Control*>(control_.get()); }
@@ -181,7 +183,7 @@ class Direct final : public Wire, private Lane {
   const Memory control_, pinned_;
   const Bytes shared_;
   std::vector<Memory> windows_;
-  // Of the collective that is being put on a queue.
+  // The collective that is being enqueued:
   Queue* queue_ = nullptr;
   std::chrono::duration<double> timeout_{0};
   Notice notice_{};
@@ -192,7 +194,8 @@ class Direct final : public Wire, private Lane {
 std::unique_ptr<Wire> connect_direct(Device& device, HostLink& host,
                                      std::chrono::duration<double> timeout, std::string* why) {
   if (host.size() > kMostPeers) {
-    *why = join("there are ", host.size(), " ranks; at most ", kMostPeers, " are connected so");
+    *why =
+        join("there are ", host.size(), " ranks, but it supports at most ", kMostPeers, " ranks");
     return nullptr;
   }
   std::unique_ptr<Direct> wire;

@@ -1,6 +1,5 @@
-// A library that moves messages between devices, in the order of a queue: NCCL, or MPI. Where it
-// waits on the device, that has no deadline: whoever uses it watches it, and aborts
-// (device/library.h).
+// A library that sends messages between GPUs in stream order: NCCL or MPI. Its waits on the device
+// have no deadline, so the caller watches them and aborts (device/library.h).
 #pragma once
 
 #include <chrono>
@@ -11,35 +10,36 @@
 
 namespace cgx::device {
 
-// One rank's end. Functions throw Error: CGX_TIMEOUT, CGX_PEER_FAILED, CGX_SYSTEM; abort() alone is
-// of use then. It and check() may be called while other threads call the others.
+// One rank's endpoint. Functions throw Error: CGX_TIMEOUT, CGX_PEER_FAILED or CGX_SYSTEM. After
+// that only abort() may be called. abort() and check() may run concurrently with the other
+// functions.
 class Fabric {
  public:
   using Seconds = std::chrono::duration<double>;
   struct Message {
     int peer;
-    Memory at;  // on the device; read if it is sent, written if it is received
+    Memory at;  // on the device; read if sent, written if received
     size_t bytes;
   };
 
   virtual ~Fabric() = default;  // aborts unless closed
-  // What connect() must be given on all ranks: made by one of them.
+  // Makes the argument of connect(). One rank calls it and sends the result to all.
   virtual Bytes make_id() = 0;
-  // Once, first. Collective over the ranks, each with a device of its own.
+  // Must be the first call. Collective over the ranks, each with its own device.
   virtual void connect(int rank, int size, const Bytes& id, Seconds timeout) = 0;
-  // Whether what exchange() puts on the queue waits there for peers. If not, it waits for them
-  // itself, no longer than the timeout, and nothing is left on the device.
+  // Whether exchange() makes the queue wait for peers on the device. If not, it waits itself, at
+  // most for the timeout, and leaves nothing on the device.
   virtual bool waits_on_device() const { return true; }
-  // Moves all messages as one operation, after what is on the queue and before what is put there
-  // next; both ends know the lengths, none of which is 0. Who may still use a message's memory
-  // after an abort keeps it. May wait for peers, no longer than the timeout.
+  // Sends and receives all messages as one operation, in queue order. Both ends use equal lengths,
+  // which are not 0. May wait for peers, at most for the timeout. The implementation keeps the
+  // memory of messages that may be accessed after an abort.
   virtual void exchange(std::span<const Message> outgoing, std::span<const Message> incoming,
                         Queue& queue, Seconds timeout) = 0;
-  // Throws what has failed since, as far as is known now.
+  // Throws a failure that is known by now.
   virtual void check() = 0;
-  // What is on the device ends, wherever it is, and so does exchange(); results are undefined.
+  // Ends all operations on the device, and exchange(). Results are unspecified.
   virtual void abort() = 0;
-  // Once all that was put on queues has ended: waits for the peers to do so too.
+  // Call it after all work on the queues has ended. Waits until the peers' work has ended, too.
   virtual void close(Seconds timeout) = 0;
 };
 

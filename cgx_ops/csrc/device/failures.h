@@ -1,4 +1,4 @@
-// What a rank's wire has failed with, and a word of it that devices can copy.
+// The failures of a rank's wire, and a fault word that devices can copy.
 #pragma once
 
 #include <atomic>
@@ -12,13 +12,13 @@
 
 namespace cgx::device {
 
-// Any thread may add and ask.
+// Thread-safe.
 class Failures {
  public:
-  // word: pinned.
+  // `word`: pinned memory.
   explicit Failures(Memory word) : word_(std::move(word)) {}
 
-  // 1 from the first failure on, else 0.
+  // 0, or 1 after the first failure.
   const uint32_t* word() const { return reinterpret_cast<const uint32_t*>(word_.get()); }
   void add(cgx_status_t status, const std::string& text) {
     const std::lock_guard lock(mutex_);

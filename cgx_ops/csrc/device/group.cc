@@ -17,7 +17,7 @@
 namespace cgx::device {
 namespace {
 
-// Why AUTO takes a slower way: to the user, once in a process.
+// Reports once per process why AUTO uses a slower wire.
 void tell_once(const std::string& text) {
   static std::once_flag told;
   std::call_once(told, [&] { std::fprintf(stderr, "cgx: %s\n", text.c_str()); });
@@ -32,20 +32,16 @@ const std::vector<WireEntry>& wire_table() {
        {"SHM"},
        true,
        connect_direct},
-      // mpi and nccl are not for AUTO: they have never run between GPUs, and each call waits for
-      // the ranks to agree.
-      {"mpi",
-       "MPI from GPU to GPU, where it says that it is CUDA-aware",
-       {"MPI"},
-       false,
-       connect_mpi},
+      // AUTO does not use mpi and nccl: they have not been tested between GPUs, and each call waits
+      // for ranks to agree.
+      {"mpi", "a CUDA-aware MPI, from GPU to GPU", {"MPI"}, false, connect_mpi},
       {"staged",
-       "encoded bytes through pinned memory and the communicator's own transport",
+       "encoded bytes through pinned memory and the communicator's CPU transport",
        {"MPI", "TCP"},
        true,
        connect_staged},
       {"nccl",
-       "NCCL from GPU to GPU, also between hosts; one GPU for each rank",
+       "NCCL from GPU to GPU, also between hosts; one GPU per rank",
        {"NCCL"},
        false,
        connect_nccl},
@@ -65,11 +61,11 @@ Group::Group(Device& device, HostLink& host, const std::string& type, Seconds ti
     if (wire_) break;
     if (!why.empty()) reasons += join(reasons.empty() ? "" : "; ", entry.name, ": ", why);
   }
-  require(wire_ != nullptr, CGX_SYSTEM, "the devices of communicator '", host.name(),
-          "' cannot be connected (COMMUNICATOR_TYPE ", type, "): ", reasons);
+  require(wire_ != nullptr, CGX_SYSTEM, "cannot connect the GPUs of communicator '", host.name(),
+          "' (COMMUNICATOR_TYPE ", type, "): ", reasons);
   if (!reasons.empty())
-    tell_once(join("devices of communicator '", host.name(), "' are connected by the wire '",
-                   wire_->name(), "', not by a better one: ", reasons));
+    tell_once(join("the GPUs of communicator '", host.name(), "' use the wire '", wire_->name(),
+                   "' because better ones are not available: ", reasons));
   tail_ = device.make_queue();
 }
 
@@ -78,19 +74,19 @@ void Group::enqueue(Plan plan, Agreement agreement, const std::string& name, Sec
   plan.chunk_bytes = wire_->slot_bytes();
   const bool recording = device_.recording(stream);
   require(!recording || wire_->recordable(), CGX_UNSUPPORTED,
-          "the stream is recording a CUDA graph, but the devices of communicator '", host_.name(),
-          "' are connected by the wire '", wire_->name(),
-          "', which needs the host each time: run this collective outside of graphs, or on GPUs "
-          "that reach each other's memory");
+          "the stream is capturing a CUDA graph, but the GPUs of communicator '", host_.name(),
+          "' use the wire '", wire_->name(),
+          "', which needs the host for each call: run this collective outside of graphs, or use "
+          "GPUs that can access each other's memory");
   const Rounds rounds(std::move(plan));
   const auto queue = device_.wrap(stream);
 
   const std::lock_guard lock(mutex_);
   require_well();
-  agreement.segments_hash ^=
-      fnv1a(std::as_bytes(std::span(name)));  // calls match by order: their names must, too
+  agreement.segments_hash ^= fnv1a(std::as_bytes(std::span(name)));  // calls match by order, so
+                                                                     // their names must match, too
   recorded_ = recorded_ || recording;
-  // A graph is ordered by who replays it: events of outside are not for it.
+  // Whoever replays a graph orders it, so it does not use events from outside.
   const auto order_next_after = [&] {
     if (!recording) tail_->follow(*queue);
   };
@@ -100,7 +96,7 @@ void Group::enqueue(Plan plan, Agreement agreement, const std::string& name, Sec
     try {
       for (int64_t round = 0; round < rounds.count(); ++round)
         rounds.run(round, *wire_, wire_->lane(round));
-    } catch (const Error&) {  // half of it is on the wire's queues, and uses the caller's memory
+    } catch (const Error&) {  // part of it is enqueued and uses the caller's memory
       wire_->end(*queue);
       throw;
     }
@@ -110,8 +106,8 @@ void Group::enqueue(Plan plan, Agreement agreement, const std::string& name, Sec
     break_with({error.status(), error.what()});
     try {
       wire_->give_up(*queue);
-      order_next_after();     // what waits for all of it waits for this, too
-    } catch (const Error&) {  // the device takes nothing any more: peers have their deadlines
+      order_next_after();     // later work waits for this, too
+    } catch (const Error&) {  // the device accepts no work: peers reach their deadlines
     }
     throw;
   }
@@ -136,8 +132,7 @@ void Group::require_well() {
   if (const auto failure = wire_->failure()) break_with(*failure);
   const std::lock_guard lock(broken_mutex_);
   if (broken_)
-    fail(broken_->status, "communicator '", host_.name(),
-         "' is closed for devices: ", broken_->text);
+    fail(broken_->status, "communicator '", host_.name(), "' is closed for GPUs: ", broken_->text);
 }
 
 void Group::close(Seconds at_most) {
@@ -145,7 +140,7 @@ void Group::close(Seconds at_most) {
   try {
     finish_all();
   } catch (const Error&) {
-    // A device that is gone holds nothing up.
+    // A failed device must not prevent closing.
   }
   break_with({CGX_CLOSED, "it was closed on this rank"});
   wire_->close(at_most);

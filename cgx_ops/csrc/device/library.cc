@@ -19,16 +19,18 @@ namespace {
 using Seconds = std::chrono::duration<double>;
 
 constexpr int64_t kMostSlotBytes = 8 << 20;
-constexpr int64_t kLaneBytes = 64 << 20;  // of all slots, so that many ranks do not need more
-constexpr auto kLookEvery = std::chrono::milliseconds(100);  // for peers that the library has lost
-constexpr auto kLinger = std::chrono::seconds(2);            // for peers that close later
+constexpr int64_t kLaneBytes = 64 << 20;                     // limit for all slots together
+constexpr auto kLookEvery = std::chrono::milliseconds(100);  // interval of polls for peers that the
+                                                             // library has lost
+constexpr auto kLinger = std::chrono::seconds(2);            // how long to wait for peers that
+                                                             // close later
 
 std::string title(const Call& call) {
   return join("device collective ", title_of(call.name, call.number));
 }
 
-// Ends what takes too long on the device. Collectives are on one queue, so the first that has not
-// ended is the one that runs.
+// Enforces deadlines of work on the device. Collectives share one queue, so the first that has not
+// ended is running.
 class Watch {
  public:
   Watch(Fabric& fabric, Memory word) : fabric_(fabric), failures_(std::move(word)) {}
@@ -55,7 +57,7 @@ class Watch {
     queue.call([](void* self) { static_cast<Watch*>(self)->ended(); }, this);
   }
 
-  // The word first: what goes on because of the abort must see it.
+  // Sets the word before the abort: work that continues because of the abort must see it.
   void fail(cgx_status_t status, const std::string& text) {
     failures_.add(status, text);
     fabric_.abort();
@@ -88,8 +90,8 @@ class Watch {
       const Watched& call = calls_.front();
       if (Clock::now() >= *deadline_) {
         const std::string text =
-            join(call.title, ": messages have not come after ", call.timeout.count(),
-                 " s on the device: a rank is gone, or stands still");
+            join(call.title, ": messages did not arrive within ", call.timeout.count(),
+                 " s on the GPU: a rank is lost or has stopped");
         lock.unlock();
         return fail(CGX_TIMEOUT, text);
       }
@@ -112,7 +114,7 @@ class Watch {
   std::mutex mutex_;
   std::condition_variable changed_;
   std::deque<Watched> calls_;                  // on the queue
-  std::optional<Clock::time_point> deadline_;  // of the first of them, if it has begun
+  std::optional<Clock::time_point> deadline_;  // of the first one, if it has begun
   bool stop_ = false;
   std::thread thread_;
 };
@@ -161,12 +163,12 @@ class Library final : public Wire, private Lane {
       queue_->synchronize();
       if (failure()) return;  // aborted
       fabric_->close(std::min<Seconds>(at_most, kLinger));
-    } catch (const Error&) {  // peers that are gone, or the device: its destructor aborts
+    } catch (const Error&) {  // peers or the device are lost; the destructor aborts
     }
   }
 
  private:
-  // A relay of nothing ends when all ranks have come, and is refused if they differ.
+  // An empty relay ends when all ranks have started it, and fails if they differ.
   void agree(const Call& call) {
     auto promise = std::make_unique<std::promise<Failure>>();
     auto ended = promise->get_future();
@@ -181,12 +183,12 @@ class Library final : public Wire, private Lane {
           promise->set_value({status, message});
         },
         promise.get());
-    promise.release();                    // the callback has it now
-    const Failure outcome = ended.get();  // the deadline bounds this
+    promise.release();                    // owned by the callback now
+    const Failure outcome = ended.get();  // bounded by the deadline
     require(outcome.status == CGX_OK, outcome.status, title(call), ": ", outcome.text);
   }
 
-  // A rank's slot, which keeps all of them.
+  // A rank's slot. It keeps the memory of all slots alive.
   Memory outgoing(int rank) const { return {outgoing_, outgoing_.get() + rank * slot_bytes_}; }
   Memory arrived(int rank) const { return {arrived_, arrived_.get() + rank * slot_bytes_}; }
   Memory written(Traffic traffic, int peer) const {
@@ -198,8 +200,7 @@ class Library final : public Wire, private Lane {
   Queue& queue() override { return *queue_; }
   const uint32_t* fault() const override { return reinterpret_cast<const uint32_t*>(fault_.get()); }
 
-  // A message for all is written where this rank's would arrive, so that it is there for itself
-  // too.
+  // A message for all is written to this rank's arrival slot, so that this rank has it, too.
   Slots slots(Traffic traffic) override {
     Slots slots{{}, arrived_.get(), slot_bytes_};
     for (int peer = 0; peer < host_.size(); ++peer)
@@ -207,7 +208,7 @@ class Library final : public Wire, private Lane {
     return slots;
   }
 
-  // After a failure it goes on, with the fault word set: what is put next writes NaN.
+  // Continues after a failure with the fault word set, so that later work writes NaN.
   void exchange(Traffic traffic, std::span<const int64_t> sent,
                 std::span<const int64_t> received) override {
     std::vector<Fabric::Message> out, in;
@@ -234,7 +235,7 @@ class Library final : public Wire, private Lane {
   Watch watch_;
   const Memory outgoing_, arrived_, fault_;
   const std::unique_ptr<Queue> queue_;
-  // Of the collective that is being put on the queue.
+  // The collective that is being enqueued:
   std::string title_;
   Seconds timeout_{0};
   bool refused_ = false;  // an exchange has failed

@@ -1,16 +1,17 @@
-// Wires by a library that carries messages between devices on its own (device/fabric.h), also
-// between hosts. One lane, since the library overlaps nothing of ours with itself.
+// Wires that use a library to send messages between GPUs, also between hosts (device/fabric.h).
+// There is one lane, since the library does not overlap its own operations.
 //
-//   begin     the ranks agree on the host, and begin() waits for that: the library would hang, or
-//             worse, on messages of other lengths than the peer's. These are the only wires whose
-//             calls wait for the peers, each no longer than its timeout. Nothing is put on the
-//             device before, so a rank that is late or of another mind is the call's own error
-//   exchange  the library's, on the lane's queue; or on the host, if it does not wait on the device
-//   watch     where it does, a thread knows the deadline of what is on the device, from when it
-//             begins there, and asks the library for lost peers
-//   failure   the fault word is set, so that results become NaN, and the library aborted, so that
-//             the device goes on. What the call itself sees it also throws, at its end. Peers are
-//             not told: their own deadlines end it there
+//   begin     Ranks agree on the call on the host, and begin() waits for it: with message lengths
+//             that differ between ranks the library would hang, or worse. These are the only wires
+//             whose calls wait for peers, each at most for its timeout. Nothing is enqueued before,
+//             so the call itself reports late ranks and mismatches.
+//   exchange  The library's operation on the lane's queue, or on the host if it does not wait on
+//             the device.
+//   watch     If it waits on the device, a thread enforces the deadline of the running collective,
+//             and polls the library for lost peers.
+//   failure   Sets the fault word, so that results become NaN, and aborts the library, so that the
+//             device continues. The call throws failures that it sees itself. Peers are not
+//             notified: they reach their own deadlines.
 #pragma once
 
 #include <chrono>
@@ -24,13 +25,13 @@
 
 namespace cgx::device {
 
-// Collective over the ranks of `host`. Null on all of them if some rank lacks memory or the
-// library, or cannot be connected; then *why says which and why.
+// Collective over the ranks of `host`. Returns null on all ranks, with the rank and the reason in
+// *why, if some rank lacks memory or the library, or cannot be connected.
 std::unique_ptr<Wire> connect_library(const char* name,
                                       const std::function<std::unique_ptr<Fabric>()>& make_fabric,
                                       Device& device, HostLink& host,
                                       std::chrono::duration<double> timeout, std::string* why);
-// The device's own library: NCCL.
+// The device vendor's library: NCCL.
 std::unique_ptr<Wire> connect_nccl(Device& device, HostLink& host,
                                    std::chrono::duration<double> timeout, std::string* why);
 

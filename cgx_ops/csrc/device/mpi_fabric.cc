@@ -16,17 +16,17 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// Who waits has nothing else to do, but its peers may need the core. A message as long as a slot
-// takes about this long at 100 Gbit/s.
+// A waiting thread has nothing else to do, but peers may need the core. A message of a slot takes
+// about this long at 100 Gbit/s.
 constexpr auto kSpinTime = std::chrono::milliseconds(1);
-constexpr auto kLinger = std::chrono::seconds(1);  // for what is cancelled
+constexpr auto kLinger = std::chrono::seconds(1);  // for cancelled messages
 
 class MpiFabric final : public Fabric {
  public:
   MpiFabric(Device& device, std::unique_ptr<MpiMessages> connected)
       : device_(device), messages_(std::move(connected)) {}
 
-  Bytes make_id() override { return {}; }  // the messages are connected
+  Bytes make_id() override { return {}; }  // the messages are connected already
   void connect(int, int, const Bytes&, Seconds) override {}
   bool waits_on_device() const override { return false; }
 
@@ -42,21 +42,21 @@ class MpiFabric final : public Fabric {
         messages_->send(message.peer, message.at, message.bytes);
       poll(timeout);
     } catch (...) {
-      abort();  // out of step with its peers
+      abort();  // this rank is out of step with its peers
       messages_->abandon(kLinger);
       throw;
     }
     device_.flush_remote_writes();
   }
 
-  void check() override {}  // what fails is the exchange's error
+  void check() override {}  // exchange() reports failures
   void abort() override { aborted_ = true; }
-  void close(Seconds) override {}  // an exchange that has ended has ended on its peers, too
+  void close(Seconds) override {}  // an exchange that has ended here has ended on the peers, too
 
  private:
-  void require_open() const { require(!aborted_, CGX_CLOSED, "messages by MPI were aborted"); }
+  void require_open() const { require(!aborted_, CGX_CLOSED, "MPI messages were aborted"); }
 
-  // Until all messages have ended. For a moment after one has, looks again at once.
+  // Polls until all messages have ended. After progress, polls without sleeping for a moment.
   void poll(Seconds timeout) {
     auto last_moved = Clock::now();
     const auto deadline = last_moved + std::chrono::duration_cast<Clock::duration>(timeout);
@@ -78,8 +78,7 @@ class MpiFabric final : public Fabric {
     std::string ranks;
     for (const int peer : messages_->pending_peers())
       ranks += join(ranks.empty() ? "rank " : ", rank ", peer);
-    fail(CGX_TIMEOUT, "messages have not ended within ", timeout.count(),
-         " s: late, or gone: ", ranks);
+    fail(CGX_TIMEOUT, "messages did not end within ", timeout.count(), " s; late or lost: ", ranks);
   }
 
   Device& device_;
@@ -96,7 +95,7 @@ std::unique_ptr<Wire> connect_mpi(Device& device, HostLink& host,
   if (mpi && device.reached_by_mpi()) messages = mpi->make_messages();
   const Bytes mine = messages ? messages->address() : Bytes();
   const std::vector<Bytes> addresses = host.exchange("devices by MPI", mine, timeout);
-  // Without messages this rank's own address is empty, and no rank connects.
+  // Without messages this rank's address is empty, so no rank connects.
   if (!messages || !messages->connect(addresses)) return nullptr;
   return connect_library(
       "mpi", [&] { return std::make_unique<MpiFabric>(device, std::move(messages)); }, device, host,

@@ -1,18 +1,18 @@
-// The wire by an MPI that takes addresses of the devices' memory ("CUDA-aware"): MPI as a library
-// between devices (device/library.h). Where MPI does not say that it does, this is no wire.
+// The wire that uses a CUDA-aware MPI, which accepts addresses in GPU memory (device/library.h).
+// Not available if MPI does not report that it is CUDA-aware.
 //
-// An exchange is the calling thread's, from its beginning to its end:
+// The calling thread runs an exchange from beginning to end:
 //
-//   1. synchronize  what is to be sent is there, and what came before has been read
-//   2. post         receives, then sends
-//   3. poll         until all have ended, or it fails: at its deadline, by MPI's word, by abort()
-//   4. flush        what has come is visible to what the queue gets next
+//   1. Synchronize: wait until the data to be sent is complete and earlier data has been read.
+//   2. Post the receives, then the sends.
+//   3. Poll until all have ended, or until a failure: the deadline, an MPI error, or abort().
+//   4. Flush: make received data visible to later work on the queue.
 //
-// So no stream ever waits for MPI. One that did could wait for ever: Open MPI copies on streams
-// that wait for the legacy default stream, and the caller's work may stand there, behind ours.
+// So no stream waits for MPI. Otherwise it could deadlock: Open MPI copies on streams that wait for
+// the legacy default stream, on which the caller's work may wait for ours.
 //
-// After a failure what is pending is cancelled, within a moment; what cannot be cancelled keeps its
-// memory until the process ends.
+// After a failure, pending messages are cancelled quickly. The memory of messages that cannot be
+// cancelled is leaked.
 #pragma once
 
 #include <chrono>
@@ -24,8 +24,8 @@
 
 namespace cgx::device {
 
-// Collective over the ranks of `host`. Null on all of them if MPI is not up or does not reach some
-// device's memory, with *why left empty: that is nothing to tell; or as connect_library().
+// Collective over the ranks of `host`. Returns null on all ranks, with an empty *why, if MPI is not
+// initialized or cannot access some GPU's memory; otherwise as connect_library().
 std::unique_ptr<Wire> connect_mpi(Device& device, HostLink& host,
                                   std::chrono::duration<double> timeout, std::string* why);
 

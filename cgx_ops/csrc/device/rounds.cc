@@ -13,7 +13,7 @@ namespace {
 
 using CpuPiece = ::cgx::Piece;
 
-// Puts pieces on a queue, a full launch at a time.
+// Collects pieces and enqueues them, one full launch at a time.
 template <typename Launch>
 class Batch {
  public:
@@ -36,8 +36,8 @@ class Batch {
   Launch launch_;
 };
 
-// Of a run of a piece (compressor/codec.h): how its values travel on one way, and where their bytes
-// begin in the chunk's message.
+// The coding of a run of a piece in a stage (compressor/codec.h), and its offset in the chunk's
+// message.
 struct Coded {
   int64_t at;
   Coding coding;
@@ -51,7 +51,7 @@ class Runs {
         runs_(device_runs(piece.segment->codecs[way], piece.numel)) {}
   size_t size() const { return runs_.size(); }
   const DeviceRun& operator[](size_t i) const { return runs_[i]; }
-  // Of the run from element `first` on, which is a part of one of these.
+  // The coding of the part of a run that begins at element `first`.
   Coded coded(int64_t first) const {
     size_t i = runs_.size() - 1;
     while (runs_[i].first > first) --i;
@@ -64,8 +64,9 @@ class Runs {
   const std::vector<DeviceRun> runs_;
 };
 
-// Calls add(piece, first) for each run of a CPU piece, from its element `first` on. What travels
-// back exact may be one run where there were two on the way there, never the other way around.
+// Calls add(piece, first) for each run of a CPU piece, which begins at its element `first`. In the
+// gather stage, uncompressed values may be one run where the scatter stage has two, but not vice
+// versa.
 template <typename Add>
 void for_runs(const Plan& plan, const CpuPiece& cpu, const Runs& runs, const Add& add) {
   for (size_t i = 0; i < runs.size(); ++i) {
@@ -82,11 +83,11 @@ void for_runs(const Plan& plan, const CpuPiece& cpu, const Runs& runs, const Add
   }
 }
 
-// Distinct places, each once: the first, and how far the others are from it.
+// The distinct addresses: the first, and the distances of the others from it.
 std::pair<std::byte*, Copies> distinct(std::vector<std::byte*> places) {
   std::sort(places.begin(), places.end());
   places.erase(std::unique(places.begin(), places.end()), places.end());
-  require(places.size() <= kMostPeers, CGX_INTERNAL, places.size(), " places of one message");
+  require(places.size() <= kMostPeers, CGX_INTERNAL, places.size(), " addresses of one message");
   Copies copies{};
   for (size_t i = 1; i < places.size(); ++i)
     copies.distance[copies.count++] = places[i] - places[0];
@@ -95,13 +96,13 @@ std::pair<std::byte*, Copies> distinct(std::vector<std::byte*> places) {
 
 }  // namespace
 
-// A round, where it runs.
+// A round and its lane.
 struct Rounds::At {
   int64_t round;
   Wire& wire;
   Lane& lane;
 
-  // Null where the shard has ended.
+  // Null after the end of the shard.
   const Chunk* chunk(const Shard& shard) const {
     return round < static_cast<int64_t>(shard.chunks.size()) ? &shard.chunks[round] : nullptr;
   }
@@ -115,12 +116,14 @@ Rounds::Rounds(Plan plan) : plan_(std::move(plan)), layout_(plan_) {
   if (!plan_.segments.empty()) rounding_ = plan_.segments[0].rounding;
   for (const Segment& segment : plan_.segments) {
     for (const CodecSettings& codec : segment.codecs.each) {
-      device_runs(codec, 0);  // throws
+      device_runs(codec, 0);  // throws if unsupported
       require(codec.compressor != CGX_RANDK || !segment.seed_at, CGX_UNSUPPORTED,
-              "randk with seeds on the device, which ranks cannot compare: give them on the host");
+              "randk does not support seeds in GPU memory, because ranks cannot compare them: pass "
+              "seeds in host memory");
     }
-    require(segment.rounding == rounding_, CGX_UNSUPPORTED,
-            "segments round in different ways: on devices those of a call round alike");
+    require(
+        segment.rounding == rounding_, CGX_UNSUPPORTED,
+        "segments use different roundings: on GPUs all segments of a call must use the same one");
   }
   for (int owner = 0; owner < plan_.size; ++owner) {
     const auto& chunks = layout_.shard(owner).chunks;
@@ -129,8 +132,8 @@ Rounds::Rounds(Plan plan) : plan_(std::move(plan)), layout_(plan_) {
       const int64_t bytes =
           std::max(chunk.length[Way::kScatter].most, chunk.length[Way::kGather].most);
       require(bytes <= plan_.chunk_bytes, CGX_UNSUPPORTED, "a bucket takes ", bytes,
-              " bytes, more than the ", plan_.chunk_bytes,
-              " that devices pass at a time: give a smaller bucket_size");
+              " bytes, but GPUs send at most ", plan_.chunk_bytes,
+              " at a time: use a smaller bucket_size");
     }
   }
 }
@@ -145,7 +148,7 @@ void Rounds::run(int64_t round, Wire& wire, Lane& lane) const {
   decode(at);
 }
 
-// Where the offsets of a rank's shard count from.
+// The base of a shard's offsets.
 const std::byte* Rounds::input(int owner) const {
   return plan_.input + plan_.bytes(scatters() ? layout_.block_offset(owner) : 0);
 }
@@ -153,7 +156,7 @@ std::byte* Rounds::output(int owner) const {
   return plan_.output + plan_.bytes(gathers() ? layout_.block_offset(owner) : 0);
 }
 
-// What others will sum, for each owner or (one_shot) for all; or my block, for all.
+// Encodes values to be summed, for each owner or (one_shot) for all; or my block, for all.
 void Rounds::encode(const At& at) const {
   const bool for_all = one_shot() || !scatters();
   const Way way = scatters() ? Way::kScatter : Way::kGather;
@@ -205,8 +208,8 @@ void Rounds::exchange(const At& at, Traffic traffic) const {
   at.lane.exchange(traffic, sent, received);
 }
 
-// My shard, or (one_shot) everything: in rank order, my own values as they are unless I sent them
-// too.
+// Reduces my shard or (one_shot) everything, in rank order. My own values are raw unless I sent
+// them, too.
 void Rounds::reduce(const At& at) const {
   const Slots arrived = at.lane.slots(one_shot() ? Traffic::kAll : Traffic::kEach);
   const bool to_message = gathers() && !one_shot();
@@ -239,7 +242,7 @@ void Rounds::reduce(const At& at) const {
         piece.reduced = to + reduced.at;
       } else {
         piece.result = output(plan_.rank) + cpu.output_at + plan_.bytes(first);
-        piece.residual = nullptr;  // values lose nothing
+        piece.residual = nullptr;  // values have no quantization error
       }
       batch.add(piece);
     });
@@ -247,7 +250,7 @@ void Rounds::reduce(const At& at) const {
   batch.flush();
 }
 
-// All shards, mine too: what peers hold.
+// Decodes all shards, including mine, so that all ranks have the same bits.
 void Rounds::decode(const At& at) const {
   const Slots slots = at.lane.slots(Traffic::kAll);
   Decode launch{};

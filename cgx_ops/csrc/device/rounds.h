@@ -1,11 +1,10 @@
-// A collective as launches. Messages of a shard are cut into chunks as long as a wire's slot; round
-// k is chunk k of every shard, and works like sra or one_shot on CPUs (algorithm/), to the same
-// bits:
+// A collective as a sequence of kernel launches. Messages of a shard are cut into chunks of a
+// wire's slot size. Round k handles chunk k of every shard. It follows sra or one_shot on CPUs
+// (algorithm/), with bit-identical results:
 //
-//   sra        encode for each owner | exchange | reduce my shard's, encode the sum for all |
-//   exchange
-//              | decode. reduce_scatter is the first half, all_gather the second.
-//   one_shot   encode for all | exchange | reduce everybody's to values
+//   sra        encode for each owner | exchange | reduce my shard and encode the sum for all |
+//              exchange | decode. reduce_scatter is the first half, all_gather the second.
+//   one_shot   encode for all | exchange | reduce all ranks' messages to values
 #pragma once
 
 #include <cstdint>
@@ -18,16 +17,16 @@ namespace cgx::device {
 
 class Rounds {
  public:
-  // The plan's algorithm is sra or one_shot, its chunk_bytes the wire's slot. Throws
-  // Error(CGX_UNSUPPORTED) if a bucket does not fit into one.
+  // The plan's algorithm must be sra or one_shot, and its chunk_bytes the wire's slot size. Throws
+  // Error(CGX_UNSUPPORTED) if a bucket does not fit a slot.
   explicit Rounds(Plan plan);
 
-  // At least one: ranks that have nothing to send must agree on that too.
+  // At least one, because ranks without data must take part in the agreement.
   int64_t count() const { return count_; }
   void run(int64_t round, Wire& wire, Lane& lane) const;
 
  private:
-  struct At;  // a round, where it runs
+  struct At;  // a round and its lane
   bool one_shot() const { return plan_.algorithm == CGX_ONE_SHOT; }
   bool scatters() const { return plan_.verb->scatters; }
   bool gathers() const { return plan_.verb->gathers; }
@@ -45,8 +44,8 @@ class Rounds {
   int64_t count_ = 1;
 };
 
-// One rank alone: the identity, but that a residual is added and avg divides. Nothing is encoded,
-// so nothing is lost.
+// The collective of one rank: copies, adds residuals and divides for avg. Nothing is encoded, so
+// new residuals are 0.
 void pass_through(const Plan& plan, Queue& queue);
 
 }  // namespace cgx::device

@@ -15,13 +15,13 @@ namespace {
 
 constexpr int kLanes = 3;
 constexpr int64_t kMostSlotBytes = 1 << 20;
-constexpr int64_t kLaneBytes = 32 << 20;  // of the slots of a lane, so that many ranks need no more
+constexpr int64_t kLaneBytes = 32 << 20;  // limit for all slots of a lane together
 
-// A call's first relay finds out whether the ranks agree. Until then its others wait: ranks that
-// disagree may have more of them than their peers, and would wait for those to their deadline.
+// The first relay of a call checks that ranks agree. Later relays of the call wait for it: ranks
+// that disagree may have more relays than their peers, and would wait for these until the deadline.
 class Agreeing {
  public:
-  // Calls start(context): now, or when the ranks have agreed, or not.
+  // Calls start(context), immediately or when the first relay has ended.
   void then(void (*start)(void* context), void* context) {
     {
       const std::lock_guard lock(mutex_);
@@ -48,7 +48,7 @@ class Agreeing {
   std::vector<std::pair<void (*)(void*), void*>> waiting_;
 };
 
-// One exchange on the host, from the device's call to the end of the relay.
+// An exchange on the host, from the device's call to the end of the relay.
 struct Relaying {
   HostLink& host;
   std::shared_ptr<Failures> failures;
@@ -67,7 +67,7 @@ struct Relaying {
   }
   static void start(void* context) {
     auto* self = static_cast<Relaying*>(context);
-    if (self->failures->first()) return finish(context, CGX_OK, "");  // the collective is over
+    if (self->failures->first()) return finish(context, CGX_OK, "");  // the collective has failed
     try {
       self->host.start(std::move(self->relay), self->what, self->call.number, self->call.agreement,
                        self->call.timeout, finish, context);
@@ -82,7 +82,7 @@ struct Relaying {
     if (status != CGX_OK) self->failures->add(status, message);
     const auto agreeing = self->first ? self->agreeing : nullptr;
     uint32_t* const ended = self->ended;
-    self.reset();  // before the device goes on, and the wire with it
+    self.reset();  // before the device, and with it the wire, continues
     std::atomic_ref(*ended).fetch_add(1, std::memory_order_release);
     if (agreeing) agreeing->end();
   }
@@ -113,8 +113,7 @@ class StagedLane final : public Lane {
   Queue& queue() override { return *queue_; }
   const uint32_t* fault() const override { return reinterpret_cast<const uint32_t*>(fault_.get()); }
 
-  // A message for all is written where this rank's would arrive, so that it is there for itself
-  // too.
+  // A message for all is written to this rank's arrival slot, so that this rank has it, too.
   Slots slots(Traffic traffic) override {
     Slots slots{{}, arrived_.get(), slot_bytes_};
     for (int peer = 0; peer < host_.size(); ++peer)
@@ -147,7 +146,7 @@ class StagedLane final : public Lane {
                  join("relay ", number_, ".", exchanges_++, " of a device"), call_,
                  std::make_unique<Relay>(host_.rank(), outgoing, incoming), ended});
     queue_->call(Relaying::begin, relaying.get());
-    relaying.release();  // finish() has it now
+    relaying.release();  // owned by finish() now
     queue_->wait_for(ended, ++relays_);
     for (int peer = 0; peer < host_.size(); ++peer)
       if (!incoming[peer].empty())
@@ -165,9 +164,9 @@ class StagedLane final : public Lane {
   const std::shared_ptr<Failures> failures_;
   const std::unique_ptr<Queue> queue_;
   const Memory outgoing_, arrived_, pinned_outgoing_, pinned_arrived_;
-  const Memory ended_;  // relays, counted by the host
+  const Memory ended_;  // number of ended relays, written by the host
   const Memory fault_;
-  uint32_t relays_ = 0;  // put on the queue so far
+  uint32_t relays_ = 0;  // enqueued so far
   Call call_;
   std::shared_ptr<Agreeing> agreeing_;  // the call's
   int exchanges_ = 0;                   // of this call
