@@ -113,7 +113,7 @@ def resumed() -> None:
 
 def optimizers() -> None:
     """Momentum is applied once: by the state or by the optimizer."""
-    words = "momentum 0.5, which would be applied twice: give the optimizer none"
+    words = "momentum 0.5, so momentum would be applied twice: use torch.optim.SGD"
     model, state = hooked()
     twice = torch.optim.SGD(model.parameters(), 0.1, momentum=0.5)
     fails(InvalidArgument, words, lambda: state.check(twice))
@@ -180,7 +180,7 @@ def bad_states() -> None:
         (lambda s: setattr(s.residuals, "owner", (RANK, 7)), f"those of rank {RANK} of 7"),
         (
             lambda s: setattr(s, "rules", Rules([("2", 32)])),
-            "layer '2.weight' was sparse, and what is kept",
+            "layer '2.weight' was sparse, so that its residuals differ",
         ),
     ):
         other, broken = hooked(rules=Rules())

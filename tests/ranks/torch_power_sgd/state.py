@@ -256,7 +256,7 @@ def bad_states() -> None:
     model, state = hooked()
     train(model, range(3))
     for change, words in (
-        (lambda s: s.factors.q.update({"2.weight": torch.ones(5, 2)}), "shape (5, 2), and must"),
+        (lambda s: s.factors.q.update({"2.weight": torch.ones(5, 2)}), "shape (5, 2); it must"),
         (lambda s: s.residuals.tensors.update({"2.weight": torch.ones(5)}), "has 5 elements"),
         (lambda s: setattr(s.residuals, "owner", (RANK, 7)), f"those of rank {RANK} of 7"),
     ):

@@ -1,16 +1,7 @@
-"""Deep Gradient Compression for DistributedDataParallel: ranks send the largest of what they owe.
+"""Deep Gradient Compression for DistributedDataParallel.
 
-    from cgx_ops.torch import ddp
-    state = ddp.DeepGradientState(density=0.001, momentum=0.9, warmup_steps=400)
-    model.register_comm_hook(state, ddp.deep_gradient_hook)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)      # without momentum
-
-  1. the hook
-  2. the plan: which layers of a bucket are sparse
-  3. a step: momentum; what is sparse and what is exact, a message each; what is kept
-
-Lin, Han, Mao, Wang, Dally: Deep Gradient Compression: Reducing the Communication Bandwidth for
-Distributed Training, ICLR 2018. The state is in state.py.
+Ranks accumulate gradients and send the largest values. Lin, Han, Mao, Wang, Dally: Deep Gradient
+Compression: Reducing the Communication Bandwidth for Distributed Training, ICLR 2018.
 """
 
 import contextlib
@@ -50,33 +41,50 @@ _EXACT = Config(bits=EXACT_BITS, algorithm="by_hosts")
 def deep_gradient_hook(
     state: DeepGradientState, bucket: GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
-    """Average a bucket of gradients over the ranks with momentum, the largest values of each layer.
+    """Average a bucket of gradients with Deep Gradient Compression.
 
-    Give it to DistributedDataParallel.register_comm_hook(). Each rank adds its gradient g, clipped,
-    to the momentum u and that to v, what it has not sent yet:
+    Register it with `DistributedDataParallel.register_comm_hook`. Each rank adds its clipped
+    gradient g to the momentum u, and u to the accumulated gradient v::
 
-        u = m u + g, v = v + u;  with Nesterov's momentum u = m (u + g), v = v + u + g
+        u = m u + g,   v = v + u
+        u = m (u + g), v = v + u + g      (Nesterov)
 
-    It sends the largest values of v; there v and u become 0, or v what the values lost on their
-    way. The average of what all ranks sent stands for the gradient, momentum included. Of layers
-    that are not sparse the mean of g goes through the momentum, on all ranks alike. Two messages a
-    bucket: one of all sparse layers, one of all others.
+    It sends the largest values of each layer's v. There u becomes 0, and v becomes 0 or the
+    rounding error of the sent values. The average of the sent values replaces the gradient,
+    momentum included. In layers that are not sparse, the exact mean of g goes through the momentum,
+    the same on all ranks. Each bucket sends two messages: one for the sparse layers, one for the
+    others. Later failures, such as a rank with other arguments or a lost peer, are stored in the
+    future. `backward` then raises a RuntimeError with the text of the first error. On a GPU such a
+    failure sets the gradients to NaN, and the next bucket's future holds the error.
 
     Args:
-        state: a DeepGradientState.
+        state: a `DeepGradientState`.
         bucket: gradients in one flat float32, float16 or bfloat16 tensor, on the CPU or a GPU.
-            Messages and all arithmetic are float32.
+            Messages and arithmetic are float32.
 
     Returns:
-        A future of the same tensor, averaged in place; the hook does not wait for it.
+        A future of the same tensor, averaged in place. The hook does not wait for it.
 
     Raises:
-        TypeError: gradients of another dtype, layout or device; it names the layer.
-        InvalidArgument: the process group cannot be served, or is not the model's; names of layers
-            are not known; a rule has a layer travel otherwise than sparse or exact; the state is
-            another model's, another rank's or another number of ranks'.
+        TypeError: the dtype, layout or device of gradients is not supported; the text names the
+            layers.
+        InvalidArgument: cgx_ops cannot connect the process group, the group is not the model's, the
+            names of layers are unknown, a rule sets a layer to something other than sparse or
+            exact, or the state belongs to another model, rank or number of ranks.
 
-    What goes wrong later is in the future, as with quantized_allreduce_hook.
+    Example:
+        >>> import torch
+        >>> import torch.distributed as dist
+        >>> from torch.nn.parallel import DistributedDataParallel
+        >>> from cgx_ops.torch import ddp
+        >>> dist.init_process_group("cgx", store=dist.HashStore(), rank=0, world_size=1)
+        >>> model = DistributedDataParallel(torch.nn.Linear(64, 64))
+        >>> state = ddp.DeepGradientState(density=0.01, momentum=0.9)
+        >>> model.register_comm_hook(state, ddp.deep_gradient_hook)
+        >>> model(torch.ones(8, 64)).sum().backward()
+        >>> model.module.weight.grad.shape
+        torch.Size([64, 64])
+        >>> dist.destroy_process_group()
     """
     require_state(_HOOK, state, DeepGradientState)
     info = inspect_bucket(_HOOK, state, bucket)
@@ -87,7 +95,7 @@ def deep_gradient_hook(
     state.note(bucket.parameters())
     loaded = [dict(each) for each in state.by_layer()]
     exchange = _Exchange(state, bucket, info)
-    if info.refusal:  # the exchange began entries for the layers of this model
+    if info.refusal:  # the exchange has added entries for the layers of this model
         for kept, before in zip(state.by_layer(), loaded, strict=True):
             kept.clear()
             kept.update(before)
@@ -103,12 +111,13 @@ class _Layer:
     """A layer of a bucket.
 
     Attributes:
-        name: the layer's.
-        values: its part of the message: the gradient, then what is averaged, then the average.
-        segment: how it travels.
-        v: what is not sent yet; None if the layer is not sparse.
+        name: name of the layer.
+        values: its part of the message: first the gradient, then the values to average, then the
+            average.
+        segment: its settings.
+        v: accumulated gradient that was not sent yet; None if the layer is not sparse.
         u: its momentum; None without momentum.
-        lost: what is not sent in this step; None if all is.
+        lost: the part of v that this step does not send; None if it sends everything.
     """
 
     name: str
@@ -119,13 +128,13 @@ class _Layer:
     lost: torch.Tensor | None
 
     def add(self, method: Method) -> None:
-        """Add the gradient to momentum and v, which is to be sent then."""
+        """Add the gradient to momentum and v, and put v into the message."""
         assert self.v is not None
         self._correct(method)
         self.values.copy_(self.v.add_(self.values))
 
     def keep(self) -> None:
-        """Keep what is not sent; where something is, momentum begins anew."""
+        """Keep the part of v that was not sent; reset the momentum of values that were sent."""
         if self.v is None:
             return
         if self.lost is None:
@@ -136,9 +145,9 @@ class _Layer:
         self.v.copy_(self.lost)
 
     def finish(self, method: Method) -> None:
-        """Have the average of a layer that is not sparse go through the momentum.
+        """Apply momentum to the average of a layer that is not sparse.
 
-        There, too, what is not finite leaves no trace.
+        Values of the momentum that are not finite become zero.
         """
         if self.u is None or self.lost is not None:
             return
@@ -147,7 +156,7 @@ class _Layer:
         self.u.nan_to_num_(0.0, 0.0, 0.0)
 
     def _correct(self, method: Method) -> None:
-        """Put what momentum makes of a gradient in its place."""
+        """Replace a gradient by the momentum's update."""
         if self.u is None:
             return
         if method.nesterov:
@@ -159,7 +168,7 @@ class _Layer:
 def _clipped(gradient: torch.Tensor, limit: float | None) -> None:
     """Scale a gradient down, in place, to an L2 norm of at most `limit`.
 
-    Beside what is not finite nothing is left of it.
+    If a value is not finite, all finite ones become zero.
     """
     if limit is not None:
         norm = torch.linalg.vector_norm(gradient, dtype=torch.float64)
@@ -170,17 +179,17 @@ def _clipped(gradient: torch.Tensor, limit: float | None) -> None:
 
 
 class _Exchange:
-    """One bucket's way through a step."""
+    """The messages of one bucket in a step."""
 
     def __init__(self, state: DeepGradientState, bucket: GradBucket, info: BucketInfo) -> None:
         self.state, self.method, self.buffer = state, state.method, bucket.buffer()
-        self.message = self.buffer.float()  # the buffer itself, if that is what it is
+        self.message = self.buffer.float()  # the buffer itself if it is float32
         self.name = f"deep_gradient/{bucket.index()}"
         self.name_of_exact = f"{self.name}, exact"
         self.ranks = state.group.size()
         self.hosts = self._hosts()
         layers = self._planned(info)
-        # What the ranks of a host add up goes its way whole, too.
+        # Layers that a host's ranks add up are in the sparse message, even when sent in full.
         self.sparse = [x for x in layers if x.lost is not None or (self.hosts and x.v is not None)]
         self.exact = [x for x in layers if x not in self.sparse]
         if self.hosts is not None:
@@ -219,8 +228,8 @@ class _Exchange:
                         segment, rest = Segment(at, numel, now.with_own(**knobs)), lost[part]
             elif layer.name in state.residuals.tensors:
                 raise InvalidArgument(
-                    f"layer '{layer.name}' was sparse, and what is kept of it is each rank's own; "
-                    "now it is exact: begin with a new state, or give it the config and rules it "
+                    f"layer '{layer.name}' was sparse, so that its residuals differ between ranks, "
+                    "and is exact now: start with a new state, or use the config and rules that it "
                     "was saved with"
                 )
             if method.momentum:
@@ -229,7 +238,7 @@ class _Exchange:
         return found
 
     def start(self) -> torch.futures.Future[torch.Tensor]:
-        """Send what is sparse and what is exact; the rest follows when it is there."""
+        """Send the messages of sparse and exact layers; their callbacks do the rest."""
         try:
             with self.or_refuse():
                 self._prepare()
@@ -250,9 +259,10 @@ class _Exchange:
 
     @contextlib.contextmanager
     def or_refuse(self) -> Iterator[None]:
-        """Refuse the messages that wait for no other one if the block, which prepares them, fails.
+        """Refuse this bucket's independent messages if the block that prepares them fails.
 
-        Their ranks are those of all hosts, or, of sparse layers, those of this host.
+        They go to all ranks; with hosts, the message of sparse layers goes to the ranks of this
+        host first.
         """
         flat = [self.name] if self.sparse and self.hosts is None else []
         exact = [self.name_of_exact] if self.exact else []
@@ -264,7 +274,7 @@ class _Exchange:
 
     @full_precision()
     def _prepare(self) -> None:
-        """Make of gradients what is sent."""
+        """Turn gradients into the values to send."""
         for layer in self.sparse + self.exact:
             _clipped(layer.values, self.method.limit(self.ranks))
         for layer in self.exact:
@@ -297,9 +307,9 @@ class _Exchange:
         )  # fmt: skip
 
     def _gather(self, hosts: Hosts) -> None:
-        """Have the first rank of this host take over what others have of layers, once.
+        """Move the u and v of each sparse layer to the first rank of the host, once.
 
-        Before what is kept of a layer is noted, for a step in which nobody uses it.
+        Done before unused_kept() copies them for a step in which no rank uses the layer.
         """
         for layer in self.sparse:
             if layer.name not in self.state.gathered:
@@ -315,7 +325,7 @@ class _Exchange:
 
     @full_precision()
     def _finish(self) -> None:
-        """Keep what was not sent; write the averages."""
+        """Store the unsent values; write the averages."""
         layers = self.sparse + self.exact
         use_on_this_stream(self.message, *(x for e in layers for x in (e.u, e.v, e.lost)))
         for layer in layers:

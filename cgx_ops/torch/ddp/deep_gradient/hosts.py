@@ -1,10 +1,10 @@
-"""Hosts: values are added up within a host, exact, and sent from host to host, sparse.
+"""Hierarchical averages for Deep Gradient Compression: exact within a host, sparse between hosts.
 
 1. the ranks of a host add up their gradients
-2. its first rank, which alone has momenta and residuals, sends to those of the other hosts
-3. it gives the sum of all to its host
+2. its first rank, the only one with momenta and residuals, exchanges with those of the other hosts
+3. it sends the sum of all to the ranks of its host
 
-Where one fails those who wait for the next are told why, at once.
+If a stage fails, the ranks that wait for the next stage get the reason immediately.
 """
 
 import contextlib
@@ -21,16 +21,16 @@ _EXACT = Config(bits=EXACT_BITS)
 
 
 class Hosts:
-    """The ranks of this host, and the first ranks of all hosts, which make two communicators.
+    """Two communicators: the ranks of this host, and the first ranks of all hosts.
 
     Attributes:
         whole: the ranks of all hosts.
-        local: this host's ranks.
-        firsts: of each host the first rank; None on the others.
+        local: the ranks of this host.
+        firsts: the first rank of each host; None on the other ranks.
     """
 
     def __init__(self, comm: Communicator) -> None:
-        """Divide a communicator. Collective over it."""
+        """Split a communicator. Collective over it."""
         name = f"{comm.name}/deep_gradient {comm.next_call('deep_gradient')}"
         local = comm.split(comm.host, name=f"{name}, host")
         assert local is not None
@@ -44,7 +44,10 @@ class Hosts:
             self.firsts.close()
 
     def gather(self, kept: torch.Tensor, name: str) -> None:
-        """Have the first rank of each host take over what its ranks have: in place, and wait."""
+        """Add up a tensor of a host's ranks on its first rank, in place, and wait.
+
+        On the other ranks it becomes zero.
+        """
         self._add_up(kept, [Segment(0, kept.numel())], f"{name}, kept").wait()
         if self.firsts is None:
             kept.zero_()
@@ -76,25 +79,25 @@ class Hosts:
 
         Args:
             message: float32.
-            config: how it travels from host to host.
+            config: settings of the messages between hosts.
             segments: its layers.
-            name: matches it with what other ranks average.
-            residuals: of each segment, or None; used on the first rank of a host alone.
+            name: name of the message, which identifies it across ranks.
+            residuals: of each segment, or None; used on the first rank of a host only.
             before: called there when the message has the sums of this host's ranks.
-            then: called when it is done, and before the future is.
+            then: called when the average is done, before the future completes.
 
         Returns:
             A future of the message.
         """
-        places, back = [Segment(s.offset, s.numel) for s in segments], _back(name)
-        # Counted here, where ranks start messages in one order; what follows is started on threads.
+        plain, back = [Segment(s.offset, s.numel) for s in segments], _back(name)
+        # Counted here, in an order that all ranks share; threads start later messages in any order.
         number = self.local.next_call(back)
-        added = future_of(self._add_up, message, places, name)
+        added = future_of(self._add_up, message, plain, name)
 
         def between(future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
             parts = [message[s.offset : s.offset + s.numel] for s in segments]
             if self.firsts is None:
-                future.value()  # raises what went wrong
+                future.value()  # raises the message's error
                 with or_refuse(self.local, back, number):
                     for part in parts:
                         part.zero_()
@@ -111,7 +114,7 @@ class Hosts:
                     ).wait()  # fmt: skip
                     for part in parts:
                         part.div_(self.whole.size)
-            self._add_up(message, places, back, number).wait()
+            self._add_up(message, plain, back, number).wait()
             then()
             return message
 
@@ -131,7 +134,7 @@ class Hosts:
 
 
 def _back(name: str) -> str:
-    """Return the name of the message in which a host gets the sum of all."""
+    """Return the name of the message that sends the sum of all to a host."""
     return f"{name}, back"
 
 
@@ -139,14 +142,14 @@ _known: dict[int, Hosts] = {}
 
 
 def hosts_of(comm: Communicator) -> Hosts | None:
-    """Return the hosts of a communicator; None if there is one, or each has one rank.
+    """Return the hosts of a communicator; None if it has one host, or one rank on each host.
 
     The first call is collective over `comm`.
     """
     if comm.hosts == 1 or comm.hosts == comm.size:
         return None
     if comm.id not in _known:
-        for known in [x for x in _known.values() if x.whole.closed]:  # their names may come again
+        for known in [x for x in _known.values() if x.whole.closed]:  # their names may be reused
             del _known[known.whole.id]
             known.close()
         _known[comm.id] = Hosts(comm)

@@ -1,10 +1,4 @@
-"""DeepGradientState: settings of Deep Gradient Compression, momenta, and what is not sent yet.
-
-1. the state; all of it goes into checkpoints, but for what belongs to the process
-2. whether an optimizer applies momentum a second time
-
-The hook is in hook.py.
-"""
+"""DeepGradientState: settings, momenta and residuals of deep_gradient_hook."""
 
 import weakref
 from collections.abc import Sequence
@@ -26,34 +20,62 @@ from cgx_ops.torch.ddp.state import HookState
 
 
 class DeepGradientState(HookState):
-    """What deep_gradient_hook needs, of one model.
+    """State of `deep_gradient_hook` for one model.
 
-    Equal on all ranks but for the process group, momenta and residuals. It is saved, restored and
-    consolidated as a QuantizedAllreduceState is: state_dict(), load_state_dict(), consolidate(),
-    pickles, torch.save.
+    The hook applies momentum itself, so use an optimizer without momentum; see `check`. All ranks
+    use the same arguments, except for the process group. Save it in checkpoints like a
+    `QuantizedAllreduceState`: by `state_dict`, `load_state_dict`, pickle or torch.save, and with
+    `consolidate` for another number of ranks.
+
+    Args:
+        process_group: the ranks that average. None: the default group.
+        density: share of a layer's values that a rank sends, more than 0 and at most 1.
+        momentum: momentum coefficient, at least 0 and less than 1.
+        nesterov: whether to use Nesterov momentum.
+        clip: clip each layer's gradient on each rank to an L2 norm of clip / sqrt(ranks). None: no
+            clipping.
+        warmup_steps: number of first steps that send more: a quarter of them each with 25 %, 6.25
+            %, 1.5625 % and 0.390625 %, but never less than `density`.
+        config: settings of the messages: a compressor "topk" or "threshold", value_bits,
+            minimal_size and algorithm. With "one_shot" every rank sends to every other rank. With
+            "hierarchical" the ranks of a host first add up their gradients exactly. "auto" and
+            "by_hosts" choose by the number of hosts. None: `Config(compressor="topk")`.
+        rules: settings of layers by name: bits=32 (exact), compressor, density and value_bits.
+            None: the rules of the process, which `cgx_ops.torch.exclude_layer` and similar
+            functions set.
+        carrier: "native" sends by cgx_ops' own transports, over a group of any backend. "c10d"
+            sends CPU tensors by torch's gloo collectives. Both give the same bits.
+        **keywords: `bits`, `bucket_size`, `compressor` or `rounding`; each overrides that field of
+            `config`.
 
     Attributes:
-        process_group: whose ranks average; None: the default group.
-        density: the share of a layer's values that a rank sends, more than 0 and at most 1.
-        momentum: m, at least 0 and less than 1. The optimizer must have none: see check().
-        nesterov: whether it is Nesterov's.
-        clip: before it is added, each rank's gradient of a layer is scaled down to an L2 norm, of
-            this layer's elements, of at most clip / sqrt(W) for W ranks; None: it is not.
-        warmup_steps: steps with more than `density`: a quarter of them each with 25 %, 6.25 %,
-            1.5625 % and 0.390625 %, where that is more.
-        config: how values travel: its compressor, "topk" or "threshold", its value_bits, its
-            minimal_size, and its algorithm: "one_shot", where each rank sends to every other;
-            "hierarchical", where ranks of a host add their gradients up, exact, and hosts send to
-            each other; "auto" and "by_hosts", whichever of them fits the hosts. A layer's values
-            are always chosen from all of it.
-        rules: cgx_ops.Rules of bits=32 (exact), compressor, density and value_bits. None: the
-            rules of the process.
-        carrier: who moves the bytes, "native" or "c10d", as of QuantizedAllreduceState.
-        steps: backward passes so far.
-        momenta: u by layer, float32: a rank's own where the layer is sparse, else the average's.
-        residuals: v by layer, float32: what of the sparse layers is not sent yet. In units of this
-            rank's gradients; where a host's ranks add theirs up the first of them has the sum of
-            all, the others zeros.
+        steps: number of backward passes so far.
+        momenta: momentum buffers u by layer, float32. Of sparse layers each rank has its own; the
+            others are equal on all ranks.
+        residuals: accumulated gradients v of the sparse layers that were not sent yet, float32.
+            With "hierarchical", the first rank of a host has the sum of its host and the others
+            have zeros.
+
+    Each argument except the keywords is also an attribute.
+
+    Raises:
+        InvalidArgument: an argument is out of range.
+
+    Example:
+        >>> import torch
+        >>> import torch.distributed as dist
+        >>> from torch.nn.parallel import DistributedDataParallel
+        >>> from cgx_ops.torch import ddp
+        >>> dist.init_process_group("cgx", store=dist.HashStore(), rank=0, world_size=1)
+        >>> model = DistributedDataParallel(torch.nn.Linear(64, 64))
+        >>> state = ddp.DeepGradientState(density=0.01, momentum=0.9, warmup_steps=400)
+        >>> model.register_comm_hook(state, ddp.deep_gradient_hook)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)  # momentum is in the hook
+        >>> model(torch.ones(8, 64)).sum().backward()
+        >>> optimizer.step()
+        >>> state.steps
+        1
+        >>> dist.destroy_process_group()
     """
 
     kept = (
@@ -74,13 +96,6 @@ class DeepGradientState(HookState):
         carrier: Literal["native", "c10d"] = "native",
         **keywords: Unpack[Keywords],
     ) -> None:
-        """Make a state; config None: Config(compressor="topk").
-
-        Keywords replace fields of config: bits, bucket_size, compressor, rounding.
-
-        Raises:
-            InvalidArgument (a ValueError): an argument is out of its range.
-        """
         config = config_of(config or Config(compressor="topk"), **keywords)
         super().__init__(process_group, config, rules, carrier, seed=0)
         checked_config(self.config)
@@ -89,52 +104,80 @@ class DeepGradientState(HookState):
         self.nesterov = nesterov
         self.clip = clip
         self.warmup_steps = warmup_steps
-        _ = self.method  # checks them
+        _ = self.method  # validates them
         self.momenta = Residuals()
 
     @property
     def method(self) -> Method:
-        """The settings that say how gradients become what is sent."""
+        """The settings that determine what is sent, as one value."""
         return Method(self.density, self.momentum, self.nesterov, self.clip, self.warmup_steps)
 
     def connect(self) -> None:
-        """Begin anew with what belongs to this process."""
+        """Reset the attributes that belong to this process."""
         super().connect()
         self._parameters: dict[int, torch.Tensor] = {}
-        self.gathered: set[str] = set()  # layers of which the host's first rank has everything
+        self.gathered: set[str] = set()  # layers whose sums are on the host's first rank
         _watch(self)
 
     def saved(self) -> dict[str, Any]:
-        """Return what state_dict() does, of whichever group."""
+        """Return the content of state_dict(), without the name of the group.
+
+        Returns:
+            The saved attributes, by name.
+        """
         saved = super().saved()
         return saved | {"momenta": self.momenta.saved(*self.place, per_rank=True)}
 
     def restored(self, saved: dict[str, Any]) -> dict[str, Any]:
-        """Return attributes from what was saved."""
+        """Convert a checkpoint into attributes.
+
+        Args:
+            saved: what saved() returned.
+
+        Returns:
+            Attributes by name.
+
+        Raises:
+            InvalidArgument: the carrier does not support the saved config, or this rank's residuals
+                are missing.
+        """
         momenta = Residuals.restored(saved["momenta"])
         return super().restored(saved) | {"momenta": momenta, "gathered": set()}
 
     def by_layer(self) -> list[dict[str, Any]]:
-        """Return what the state has of each layer."""
+        """Return the parts of the state that are stored by layer.
+
+        Returns:
+            Dicts whose keys are names of layers.
+        """
         return [*super().by_layer(), self.momenta.tensors]
 
     def report(self, found: Sequence[Layer]) -> None:
-        """Log that training starts."""
+        """Log that training starts.
+
+        Args:
+            found: the layers of the model.
+        """
         self.report_method(f"Deep Gradient Compression of density {self.density:g},", found)
 
     def keeps_residuals(self) -> bool:
-        """Tell whether any layer may have a residual."""
+        """Return whether any layer may have a residual.
+
+        Returns:
+            True.
+        """
         return True
 
     def consolidate(self) -> None:
-        """Make residuals and momenta their mean over the ranks, equal everywhere. Collective.
+        """Replace residuals and momenta by their means over the ranks. Collective.
 
-        What is saved then can be loaded on any number of ranks: what is owed to the average is the
-        same, and so is what momentum adds to it. By torch.distributed.checkpoint load it into a new
-        state of which consolidate() was called too. The next backward makes them each rank's own.
+        A checkpoint that is saved afterwards can be loaded on any number of ranks. The pending
+        corrections of the average, and what momentum adds to them, are unchanged. To load it with
+        torch.distributed.checkpoint, call `consolidate` on the new state, too, before the load. The
+        next backward makes residuals and momenta different across ranks again.
 
         Raises:
-            InvalidArgument: ranks have those of other layers.
+            InvalidArgument: ranks have residuals of different layers.
         """
         super().consolidate()
         self.momenta.consolidate(self.group)
@@ -143,28 +186,42 @@ class DeepGradientState(HookState):
     # ---- 2. the optimizer ------------------------------------------------------------------------
 
     def check(self, optimizer: torch.optim.Optimizer) -> None:
-        """Require that an optimizer does not apply momentum to averages that have it already.
+        """Raise if an optimizer would apply momentum a second time.
 
-        It is called, too, before each step that uses what the hook averaged.
+        Called automatically before each step that uses averages of the hook.
+
+        Args:
+            optimizer: the optimizer of the model.
 
         Raises:
-            InvalidArgument: it has momentum, and this state has.
+            InvalidArgument: both the optimizer and this state have momentum.
         """
         for group in optimizer.param_groups:
             own = group.get("momentum") or (group.get("betas") or (0,))[0]
             if self.momentum and own:
                 raise InvalidArgument(
                     f"DeepGradientState has momentum={self.momentum} and {type(optimizer).__name__}"
-                    f" has momentum {float(own)}, which would be applied twice: give the optimizer "
-                    "none (torch.optim.SGD(..., momentum=0)), or give the state momentum=0"
+                    f" has momentum {float(own)}, so momentum would be applied twice: use "
+                    "torch.optim.SGD(..., momentum=0), or DeepGradientState(momentum=0)"
                 )
 
     def note(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Remember parameters whose gradients become averages of this state."""
+        """Record parameters whose gradients this state averages.
+
+        Args:
+            parameters: the parameters of a bucket.
+        """
         self._parameters.update((id(p), p) for p in parameters)
 
     def take(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Tell whether an optimizer is about to use such gradients; forget them."""
+        """Return whether an optimizer is about to use averages of this state; clear their record.
+
+        Args:
+            optimizer: the optimizer that steps.
+
+        Returns:
+            Whether it has one of the recorded parameters.
+        """
         ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
         used = self._parameters.keys() & ids
         for each in used:
@@ -177,7 +234,7 @@ _hooks: list[Any] = []
 
 
 def _watch(state: DeepGradientState) -> None:
-    """Have the optimizers of its model checked."""
+    """Check the optimizers that use averages of a state."""
     _states.add(state)
     if not _hooks:
         _hooks.append(register_optimizer_step_pre_hook(_check))

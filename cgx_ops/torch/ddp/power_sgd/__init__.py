@@ -1,5 +1,1 @@
-"""PowerSGD as a communication hook.
-
-hook.py: the hooks; state.py: settings, factors and residuals; plan.py: which matrices a bucket has;
-linear_algebra.py: one step of a power iteration.
-"""
+"""PowerSGD as a communication hook: each gradient matrix is sent as two thin factors."""

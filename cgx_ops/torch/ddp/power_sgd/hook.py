@@ -1,16 +1,7 @@
 """PowerSGD for DistributedDataParallel: gradients are sent as the product of two thin matrices.
 
-    from cgx_ops.torch import ddp
-    state = ddp.PowerSGDState(matrix_approximation_rank=2, start_powerSGD_iter=100)
-    model.register_comm_hook(state, ddp.power_sgd_hook)
-
-  1. the hooks: layer by layer, or each bucket as one matrix
-  2. two exchanges: all P with what is not factored, then all Q
-
 Vogels, Karimireddy, Jaggi: PowerSGD: Practical Low-Rank Gradient Compression for Distributed
-Optimization, NeurIPS 2019. The state is in state.py, which matrices a bucket has in plan.py, the
-linear algebra in linear_algebra.py. Names are those of
-torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook.
+Optimization, NeurIPS 2019. Names follow torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook.
 """
 
 import contextlib
@@ -47,29 +38,48 @@ from cgx_ops.torch.ddp.unused_parameters import unused_kept
 
 
 def power_sgd_hook(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Average a bucket of gradients over the ranks, its matrices as products of thin ones.
+    """Average a bucket of gradients over the ranks with PowerSGD.
 
-    Give it to DistributedDataParallel.register_comm_hook(). A layer is a matrix of as many rows as
-    its outermost dimension in memory has, (out, in * height * width) of a convolution. Two messages
-    a bucket: all P with the tensors that are not factored, then all Q; of a matrix (n, m) together
-    4 r (n + m) bytes in place of 4 n m.
+    Register it with `DistributedDataParallel.register_comm_hook`. A gradient counts as a matrix
+    with one row for each index of its outermost dimension: (out, in * height * width) for a
+    convolution. Each bucket sends two messages: all P with the tensors that are not factored, then
+    all Q. For an n x m matrix and rank r, this is r (n + m) values instead of n m. Later failures,
+    such as a rank with other arguments or a lost peer, are stored in the future. `backward` then
+    raises a RuntimeError with the text of the first error. On a GPU such a failure sets the
+    gradients to NaN, and the next bucket's future holds the error.
+
+    After a failure the residuals of the bucket's matrices have their old values, up to rounding.
+    Gradients that are not finite make the average of their layer not finite on all ranks, and leave
+    no residual.
 
     Args:
-        state: a PowerSGDState.
+        state: a `PowerSGDState`.
         bucket: gradients in one flat float32, float16 or bfloat16 tensor, on the CPU or a GPU.
-            Messages and all arithmetic are float32.
+            Messages and arithmetic are float32.
 
     Returns:
-        A future of the same tensor, averaged in place; the hook does not wait for it.
+        A future of the same tensor, averaged in place. The hook does not wait for it.
 
     Raises:
-        TypeError: gradients of another dtype, layout or device; it names the layer.
-        InvalidArgument: the process group cannot be served, or is not the model's; names of layers
-            are not known; the state is another model's, another rank's or another number of ranks'.
+        TypeError: the dtype, layout or device of gradients is not supported; the text names the
+            layers.
+        InvalidArgument: cgx_ops cannot connect the process group, the group is not the model's, the
+            names of layers are unknown, or the state belongs to another model, rank or number of
+            ranks.
 
-    What goes wrong later is in the future, as with quantized_allreduce_hook; then the residuals of
-    the bucket's matrices are what they were, up to rounding. Gradients that are not finite make
-    their layer's average so, on all ranks, and leave no residual.
+    Example:
+        >>> import torch
+        >>> import torch.distributed as dist
+        >>> from torch.nn.parallel import DistributedDataParallel
+        >>> from cgx_ops.torch import ddp
+        >>> dist.init_process_group("cgx", store=dist.HashStore(), rank=0, world_size=1)
+        >>> model = DistributedDataParallel(torch.nn.Linear(64, 64))
+        >>> state = ddp.PowerSGDState(matrix_approximation_rank=1, start_powerSGD_iter=2)
+        >>> model.register_comm_hook(state, ddp.power_sgd_hook)
+        >>> model(torch.ones(8, 64)).sum().backward()
+        >>> model.module.weight.grad.shape
+        torch.Size([64, 64])
+        >>> dist.destroy_process_group()
     """
     return _hook("power_sgd_hook", state, bucket, batched=False)
 
@@ -77,14 +87,42 @@ def power_sgd_hook(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Fu
 def batched_power_sgd_hook(
     state: PowerSGDState, bucket: GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
-    """Average a bucket of gradients as one square matrix, padded with zeros: a cruder PowerSGD.
+    """Average a bucket of gradients over the ranks with PowerSGD, as one square matrix.
 
-    One P and one Q of ceil(sqrt(numel)) rows a bucket, biases and all, whatever config, rules and
-    min_compression_rate say: fewer and larger products, and as a rule a worse approximation than
-    power_sgd_hook's. Its Q belongs to a bucket: where DistributedDataParallel makes other buckets
-    it begins anew, while residuals go on.
+    The whole bucket, including biases, is padded with zeros to a square matrix of ceil(sqrt(numel))
+    rows. Config, rules and min_compression_rate are ignored. Compared with `power_sgd_hook` it
+    needs fewer and larger matrix products, and usually approximates worse. Q belongs to a bucket:
+    when DistributedDataParallel rebuilds its buckets, Q starts again, while residuals continue.
+    Failures are handled as in `power_sgd_hook`.
 
-    Arguments, result and errors are power_sgd_hook's.
+    Args:
+        state: a `PowerSGDState`.
+        bucket: gradients in one flat float32, float16 or bfloat16 tensor, on the CPU or a GPU.
+            Messages and arithmetic are float32.
+
+    Returns:
+        A future of the same tensor, averaged in place. The hook does not wait for it.
+
+    Raises:
+        TypeError: the dtype, layout or device of gradients is not supported; the text names the
+            layers.
+        InvalidArgument: cgx_ops cannot connect the process group, the group is not the model's, the
+            names of layers are unknown, or the state belongs to another model, rank or number of
+            ranks.
+
+    Example:
+        >>> import torch
+        >>> import torch.distributed as dist
+        >>> from torch.nn.parallel import DistributedDataParallel
+        >>> from cgx_ops.torch import ddp
+        >>> dist.init_process_group("cgx", store=dist.HashStore(), rank=0, world_size=1)
+        >>> model = DistributedDataParallel(torch.nn.Linear(64, 64))
+        >>> state = ddp.PowerSGDState(matrix_approximation_rank=1, start_powerSGD_iter=2)
+        >>> model.register_comm_hook(state, ddp.batched_power_sgd_hook)
+        >>> model(torch.ones(8, 64)).sum().backward()
+        >>> model.module.bias.grad.shape
+        torch.Size([64])
+        >>> dist.destroy_process_group()
     """
     return _hook("batched_power_sgd_hook", state, bucket, batched=True)
 
@@ -112,7 +150,7 @@ def _hook(
 
 
 class _Exchange:
-    """One bucket's way through a step."""
+    """The two messages of one bucket in a step."""
 
     def __init__(
         self, hook: str, state: PowerSGDState, bucket: GradBucket, info: BucketInfo, batched: bool
@@ -122,11 +160,11 @@ class _Exchange:
         self.size = state.group.size()
         self.name = f"power_sgd/{bucket.index()}"
         parts = [Part(gradient, None) for gradient in self.buffer.split(plan.sizes)]
-        self.added = parts  # to residuals, if they have any, and not averaged yet
+        self.added = parts  # parts whose gradients are in their residuals, but not averaged yet
         self.matrices = [Matrices(form, [parts[i] for i in form.members]) for form in plan.forms]
         self.others = [parts[i] for i in plan.others]
         if state.use_error_feedback:
-            cores = plan.others if state.feedback == "local" else ()  # the core keeps theirs
+            cores = plan.others if state.feedback == "local" else ()  # the core updates theirs
             for i, part in enumerate(parts):
                 if i not in cores:
                     part.decay = plan.config.residual_decay
@@ -148,7 +186,7 @@ class _Exchange:
         log.leave_out(2 * (self.size - 1) * left_out // self.size)
 
     def start(self) -> torch.futures.Future[torch.Tensor]:
-        """Send P and the tensors that are not factored; the rest follows when they are there."""
+        """Send P and the tensors that are not factored; their callback sends Q."""
         with self._or_taken_back():
             future = self.state.average(
                 self.message, self.plan.config, name=self.name, seed=self.seeds,
@@ -165,7 +203,7 @@ class _Exchange:
 
     @contextlib.contextmanager
     def _or_taken_back(self) -> Iterator[None]:
-        """Have residuals be what they were where a step fails, which may be made again."""
+        """Restore residuals if the step fails, so that it can be repeated."""
         try:
             yield
         except Exception:
@@ -176,9 +214,9 @@ class _Exchange:
     def _cores(
         self, hook: str, info: BucketInfo
     ) -> tuple[list[torch.Tensor | None] | None, Callable[[], None]]:
-        """Return the residuals that the core keeps, of the first message's segments.
+        """Return the residuals that the core updates, for the segments of the first message.
 
-        And what is called when all is done.
+        Also returns a function to call when the step is done.
         """
         state, plan = self.state, self.plan
         if state.feedback != "local":
@@ -195,7 +233,7 @@ class _Exchange:
         return [None if place is None else next(own) for _, place in plan.first], keep
 
     def _first(self, info: BucketInfo, bucket: GradBucket) -> tuple[torch.Tensor, list[int]]:
-        """Return the first message, and its segments' seeds."""
+        """Return the first message, and the seeds of its segments."""
         state, plan = self.state, self.plan
         ps = [m.project(q) for m, q in zip(self.matrices, self.qs, strict=True)]
         others = [part.added().float() for part in self.others]
@@ -206,9 +244,9 @@ class _Exchange:
         return message, [0 if place is None else next(drawn) for _, place in plan.first]
 
     def _old_qs(self, info: BucketInfo) -> list[torch.Tensor]:
-        """Return the Q that each of the matrices begins with, (count, columns, rank).
+        """Return the Q that each of the matrices starts with, (count, columns, rank).
 
-        With a warm start they are what the state knows, to be changed in place.
+        With a warm start these are the tensors in the state, which the step changes in place.
         """
         state, forms, known = self.state, self.plan.forms, self.state.factors.q
         fresh = [not (state.warm_start and all(n in known for n in form.names)) for form in forms]
@@ -228,8 +266,8 @@ class _Exchange:
                 q = torch.from_numpy(np.stack([each(name=name) for name in form.names]))
             if q.shape != (form.shape[0], form.shape[2], form.rank):
                 raise InvalidArgument(
-                    f"the Q of layer '{form.names[0]}' has shape {tuple(q.shape[1:])}, and must "
-                    f"have {(form.shape[2], form.rank)}: the state is another model's"
+                    f"the Q of layer '{form.names[0]}' has shape {tuple(q.shape[1:])}; it must be "
+                    f"{(form.shape[2], form.rank)}: the state belongs to another model"
                 )
             found.append(q.to(self.buffer.device))
             if state.warm_start:
@@ -253,12 +291,12 @@ class _Exchange:
 
     @full_precision()
     def _second(self, sent: Sent) -> None:
-        """Take what the first message became; send Q and wait; write the averages."""
+        """Take the averages of the first message; send Q and wait; write the averages."""
         epsilon = self.state.orthogonalization_epsilon / self.size
         use_on_this_stream(self.message, *(x for m in self.matrices for x in (m.values, m.basis)))
         ps, others = [math.prod(form.p_shape) for form in self.plan.forms], self.plan.others
         means = self.message.split([*ps, *(self.plan.sizes[i] for i in others)])
-        # PyTorch adds epsilon to the norms of the sum.
+        # Divided by size, because PyTorch adds epsilon to the norms of the sum.
         own = [
             m.project_back(p, epsilon).view(-1)
             for m, p in zip(self.matrices, means[: len(ps)], strict=True)
@@ -276,9 +314,10 @@ class _Exchange:
     def _averaged(
         self, own: Sequence[torch.Tensor], sent: Sent
     ) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor], Sequence[Usable | None]]:
-        """Return the averages of all Q, this rank's residual's share of each, and which are usable.
+        """Return the averages of all Q, this rank's shares of them, and which averages are usable.
 
-        With "torch" the share is the average; else its own, without what was lost of it on the way.
+        The share determines the residual. With "torch" it is the average; with "local" it is this
+        rank's Q without the error of sending it.
         """
         state, plan, numels = self.state, self.plan, [q.numel() for q in own]
         message = torch.cat(list(own))

@@ -1,9 +1,9 @@
-"""PowerSGD's linear algebra: matrices of a bucket, and one step of a power iteration on them.
+"""PowerSGD's linear algebra: one step of a power iteration on the matrices of a bucket.
 
     P = mean(M) Q, orthogonalized;  Q = mean(M)^T P;  the average is P Q^T
 
-A rank sends its own M Q and M^T P; what their means make of all ranks' matrices is the same as if
-the matrices had been averaged. All of it in float32, whatever the gradients are.
+Each rank sends its own M Q and M^T P. Both are linear in M, so their means are those of the
+averaged matrices. All arithmetic is float32.
 """
 
 import math
@@ -15,16 +15,15 @@ import torch
 
 
 def orthogonalized(matrices: torch.Tensor, epsilon: float = 0.0) -> torch.Tensor:
-    """Return orthonormal columns that span those of each matrix, (count, rows, columns).
+    """Return an orthonormal basis of the columns of each matrix, (count, rows, columns).
 
-    Columns of zeros, or that depend on others, become any that are orthogonal to these: there is
-    nothing to divide by. NaN and infinities make NaN of all columns from theirs on. A column lies
-    in one piece in memory.
+    Columns that are zero or depend on others are replaced by any orthogonal ones. NaN and
+    infinities make their column and all later ones NaN. A column is contiguous in memory.
 
     Args:
         matrices: at least as many rows as columns.
-        epsilon: as if it were added to each column's norm before it is divided by that: a column x
-            long becomes x / (x + epsilon) long.
+        epsilon: a column of norm x gets norm x / (x + epsilon), as if epsilon were added to the
+            norm before the division.
     """
     basis, triangle = torch.linalg.qr(matrices)
     if epsilon:
@@ -35,13 +34,13 @@ def orthogonalized(matrices: torch.Tensor, epsilon: float = 0.0) -> torch.Tensor
 
 @dataclass
 class Part:
-    """One layer's gradient.
+    """The gradient of one layer.
 
     Attributes:
-        gradient: flat, in the bucket: read, and in the end written.
-        residual: flat, float32, alike; None without error feedback.
-        decay: what is left of the residual when the gradient is added.
-        is_added: whether the residual has the gradient in it.
+        gradient: flat, in the bucket; read first, and overwritten with the average.
+        residual: flat, float32, of the same size; None without error feedback.
+        decay: factor of the residual when the gradient is added to it.
+        is_added: whether the residual includes the gradient.
     """
 
     gradient: torch.Tensor
@@ -51,11 +50,11 @@ class Part:
 
     @property
     def value(self) -> torch.Tensor:
-        """What is to be averaged, once added() was called."""
+        """The values to average, after added() was called."""
         return self.gradient if self.residual is None else self.residual
 
     def added(self) -> torch.Tensor:
-        """Add the gradient to the residual; return their sum, or the gradient without one."""
+        """Add the gradient to the residual; return the sum, or the gradient alone."""
         if self.residual is not None:
             if self.decay != 1:
                 self.residual.mul_(self.decay)
@@ -64,9 +63,9 @@ class Part:
         return self.value
 
     def take_back(self) -> None:
-        """Have the residual be what it was before added(), up to rounding.
+        """Restore the residual from before added(), up to rounding.
 
-        What is not finite leaves nothing there.
+        Values that are not finite become zero.
         """
         if self.residual is not None and self.is_added:
             self.residual.sub_(self.gradient).div_(self.decay).nan_to_num_(0.0, 0.0, 0.0)
@@ -74,11 +73,11 @@ class Part:
 
 @dataclass(frozen=True)
 class Form:
-    """What matrices of one shape that are factored together have in every step.
+    """The constant properties of matrices of one shape that are factored together.
 
     Attributes:
-        names: of each.
-        members: which of the bucket's layers they are made of.
+        names: of each matrix.
+        members: indices of the bucket's layers that they consist of.
         shape: count, rows, columns.
         rank: of their factors.
     """
@@ -90,17 +89,17 @@ class Form:
 
     @property
     def p_shape(self) -> tuple[int, int, int]:
-        """Shape of all P, as they travel."""
+        """Shape of all P in the message."""
         return self.shape[0], self.rank, self.shape[1]
 
     @property
     def q_shape(self) -> tuple[int, int, int]:
-        """Shape of all Q, as they travel."""
+        """Shape of all Q in the message."""
         return self.shape[0], self.rank, self.shape[2]
 
 
 class Usable(NamedTuple):
-    """For each matrix, whether the average of its Q is finite, and whether it is nonzero too."""
+    """For each matrix, whether the average of its Q is finite, and whether it is also nonzero."""
 
     finite: torch.Tensor
     nonzero: torch.Tensor
@@ -109,15 +108,15 @@ class Usable(NamedTuple):
 class Matrices:
     """Matrices of one form in one step.
 
-    Factors travel transposed, a column after the other: a product of a few rows with a large matrix
-    takes a fifth of the time that the matrix takes with a few columns.
+    Factors are sent transposed, one column after the other: a product of a few rows with a large
+    matrix takes a fifth of the time of a product of the matrix with a few columns.
 
     Attributes:
-        form: what they have in every step.
-        parts: the layers, one behind the other; what the matrices have more is zero.
-        values: (count, rows, columns), float32: gradients and residuals; memory of the only part,
-            if there is one that fits.
-        basis: Q of the step before, orthonormal, (count, columns, rank).
+        form: their constant properties.
+        parts: the layers, one after the other; the rest of the matrices is zero.
+        values: (count, rows, columns), float32: gradients plus residuals. Shares the memory of the
+            part if there is only one and it has the right size.
+        basis: Q of the previous step, orthonormal, (count, columns, rank).
         p: orthonormal, equal on all ranks, (count, rows, rank).
     """
 
@@ -130,7 +129,7 @@ class Matrices:
         self._whole = len(parts) == 1 and parts[0].gradient.numel() == math.prod(form.shape)
 
     def project(self, old_q: torch.Tensor) -> torch.Tensor:
-        """Gather the values, and return this rank's P before it is averaged, as it travels."""
+        """Collect the values; return this rank's P before averaging, as it is sent."""
         shape, flats = self.form.shape, [part.added() for part in self.parts]
         if self._whole:
             self.values = flats[0].float().view(shape)
@@ -142,26 +141,26 @@ class Matrices:
         return torch.bmm(self.basis.mT, self.values.mT)
 
     def project_back(self, mean_p: torch.Tensor, epsilon: float) -> torch.Tensor:
-        """Take the average of P, and return this rank's Q before it is averaged, as it travels."""
+        """Take the average of P; return this rank's Q before averaging, as it is sent."""
         self.p = orthogonalized(mean_p.view(self.form.p_shape).mT, epsilon)
         return torch.bmm(self.p.mT, self.values)
 
     def finish(
         self, mean_q: torch.Tensor, share: torch.Tensor, usable: Usable | None = None
     ) -> torch.Tensor:
-        """Write the averages into the gradients, and what is lost into the residuals.
+        """Write the averages into the gradients and the errors into the residuals.
 
         A matrix whose average is not finite leaves no residual.
 
         Args:
-            mean_q: the average of Q, as it travelled.
-            share: what counts as this rank's part of it, alike: its residual is its matrix without
-                P share^T.
-            usable: which averages are; None: all.
+            mean_q: the average of Q, as it was sent.
+            share: this rank's part of the average, in the same layout: the new residual is the
+                matrix minus P share^T.
+            usable: which averages are usable; None: all.
 
         Returns:
-            What to begin the next step with, (count, columns, rank): the average; of matrices where
-            it is zero or not finite, and so tells nothing, what this step began with.
+            The Q for the next step, (count, columns, rank): the average; for matrices whose average
+            is zero or not finite, the Q that this step started with.
         """
         mean_q, share = mean_q.view(self.form.q_shape), share.view(self.form.q_shape)
         if self.parts[0].residual is not None:
@@ -183,7 +182,7 @@ class Matrices:
         return q if usable is None else torch.where(usable.nonzero[:, None, None], q, self.basis)
 
     def _pieces(self, values: torch.Tensor) -> Sequence[torch.Tensor]:
-        """Return what of (count, rows, columns) values belongs to each part."""
+        """Return the parts' views of (count, rows, columns) values."""
         if self._whole:
             return (values.view(-1),)
         sizes = [part.gradient.numel() for part in self.parts]
@@ -194,16 +193,16 @@ class Matrices:
 def usable_of(
     means: torch.Tensor, numels: torch.Tensor, counts: Sequence[int]
 ) -> list[Usable | None]:
-    """Return which averages of Q are usable; None where all are finite, and none is zero.
+    """Return which averages of Q are usable; None if all are finite and nonzero.
 
     Args:
-        means: of all matrices, flat, end to end.
-        numels: elements of each matrix's.
-        counts: how many matrices are factored together, of each form.
+        means: of all matrices, flat, concatenated.
+        numels: elements of each matrix's Q.
+        counts: number of matrices of each form.
     """
     largest = torch.segment_reduce(means.abs(), "max", lengths=numels.to(means.device))
-    finite = largest < math.inf  # which NaN is not
+    finite = largest < math.inf  # false for NaN
     nonzero = finite & (largest > 0)
-    if means.device.type == "cpu" and nonzero.all():  # a GPU is not waited for
+    if means.device.type == "cpu" and nonzero.all():  # do not wait for a GPU
         return [None] * len(counts)
     return list(map(Usable, finite.split(counts), nonzero.split(counts)))

@@ -1,9 +1,6 @@
-"""What PowerSGD does with a bucket of gradients in every step, found once.
+"""The plan of a bucket for PowerSGD: which of its layers are matrices, and how it is sent.
 
-1. plan_of(): the plan of the step before, if it still holds
-2. its parts: which matrices a bucket has, and how all of it travels
-
-To find it takes longer than a step's arithmetic. The hooks are in hook.py.
+A plan takes longer to make than the arithmetic of a step, so it is made once and reused.
 """
 
 import itertools
@@ -32,14 +29,15 @@ class Plan:
     """A bucket's matrices, its other layers, and its two messages.
 
     Attributes:
-        follows_from: all that decides the rest.
+        follows_from: all inputs that determine the plan.
         sizes: elements of the bucket's layers.
-        forms: its matrices, those of one shape behind each other.
-        others: which layers are not factored.
+        forms: the matrices; those of one shape are adjacent.
+        others: indices of the layers that are not factored.
         config: of the first message: all P, then the other layers.
-        first: its segments, each with its place in `others`, if it is one of these and compressed.
+        first: segments of the first message. Each has its index in `others` if it is a compressed
+            layer of these, else None.
         config_of_q: of the second message.
-        second: its segments.
+        second: segments of the second message.
         of_q: elements of each matrix's Q.
     """
 
@@ -55,13 +53,13 @@ class Plan:
 
     @property
     def sent(self) -> int:
-        """Elements of both messages."""
+        """Number of elements of both messages."""
         last, end = self.first[-1][0], self.second[-1] if self.second else Segment(0, 0)
         return last.offset + last.numel + end.offset + end.numel
 
 
 def plan_of(state: PowerSGDState, info: BucketInfo, bucket: GradBucket, batched: bool) -> Plan:
-    """Return what a step does with a bucket, whatever its gradients are.
+    """Return the plan of a bucket, which does not depend on the gradients' values.
 
     batched: whether the bucket is one matrix.
     """
@@ -77,7 +75,7 @@ def plan_of(state: PowerSGDState, info: BucketInfo, bucket: GradBucket, batched:
     return plan
 
 
-# ---- 2. its parts --------------------------------------------------------------------------------
+# ---- 2. make a plan ------------------------------------------------------------------------------
 
 
 def _found(state: PowerSGDState, info: BucketInfo, follows_from: tuple[Any, ...]) -> Plan:
@@ -108,7 +106,7 @@ def _found(state: PowerSGDState, info: BucketInfo, follows_from: tuple[Any, ...]
 
 
 def _rows_and_columns(gradient: torch.Tensor) -> tuple[int, int]:
-    """Return the shape of a gradient as a matrix, as it lies in memory."""
+    """Return the shape of a gradient as a matrix, in its memory order."""
     if gradient.numel() == 0 or gradient.dim() == 0:
         return 1, gradient.numel()
     outermost = max(range(gradient.dim()), key=gradient.stride)
@@ -126,7 +124,7 @@ def _one_matrix(state: PowerSGDState, info: BucketInfo) -> Form:
 
 
 def _matrices(state: PowerSGDState, info: BucketInfo) -> list[Form]:
-    """Return the layers that are factored, those of one shape behind each other."""
+    """Return the layers to factor; those of one shape are adjacent."""
     by_shape: dict[tuple[int, int, int], list[int]] = {}
     rules = rules_of(state)
     for i, (layer, gradient) in enumerate(zip(info.layers, info.gradients, strict=True)):
@@ -147,7 +145,7 @@ def _matrices(state: PowerSGDState, info: BucketInfo) -> list[Form]:
 def _joined(
     config: Config, segments: Iterable[tuple[Segment, int | None]]
 ) -> list[tuple[Segment, int | None]]:
-    """Return segments of which those that are exact are one where they meet."""
+    """Merge adjacent exact segments."""
     joined: list[tuple[Segment, int | None]] = []
     for exact, run in itertools.groupby(segments, lambda each: _is_exact(config, each[0])):
         alike = list(run)
@@ -164,5 +162,5 @@ def _is_exact(config: Config, segment: Segment) -> bool:
 
 
 def _starts(numels: Sequence[int]) -> list[int]:
-    """Return where each of several pieces begins, one behind the other."""
+    """Return where each of several adjacent pieces starts."""
     return list(itertools.accumulate(numels, initial=0))[:-1]

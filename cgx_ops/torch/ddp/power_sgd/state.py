@@ -1,7 +1,4 @@
-"""PowerSGDState: settings of PowerSGD's hooks, each matrix's Q, and what was lost so far.
-
-All of it goes into checkpoints, except parts of this process. The hooks are in hook.py.
-"""
+"""PowerSGDState: settings, factors and residuals of the PowerSGD hooks."""
 
 import logging
 import re
@@ -25,18 +22,18 @@ _BUCKET = re.compile(r"(.+)\.\.\.(.+) \([0-9]+\)")
 
 
 def bucket_name(first: str, last: str, numel: int) -> str:
-    """Return the name of a bucket that is one matrix, by its first and last layer and its size."""
+    """Return the name of a bucket that is one matrix: its first and last layer, and its size."""
     return f"{first}...{last} ({numel})"
 
 
 class Factors:
-    """What the last step found of each matrix: equal on all ranks.
+    """The factors that the last step found for each matrix, equal on all ranks.
 
-    An object of its own, so that torch.distributed.checkpoint saves it whole, whatever is in it.
+    A class of its own, so that torch.distributed.checkpoint saves it as one object.
 
     Attributes:
-        q: (columns, rank), float32, by the matrix's name.
-        draws: how often PyTorch would have drawn seeds so far.
+        q: Q of each matrix by name: (columns, rank), float32.
+        draws: number of seeds that PyTorch's hook would have drawn so far.
     """
 
     def __init__(self) -> None:
@@ -44,7 +41,7 @@ class Factors:
         self.draws = 0
 
     def copy(self) -> "Factors":
-        """Return one whose tensors are its own."""
+        """Return a deep copy."""
         other = Factors()
         other.q = {name: q.clone() for name, q in self.q.items()}
         other.draws = self.draws
@@ -52,46 +49,72 @@ class Factors:
 
 
 class PowerSGDState(HookState):
-    """What power_sgd_hook and batched_power_sgd_hook need, of one model.
+    """State of `power_sgd_hook` and `batched_power_sgd_hook` for one model.
 
-    Equal on all ranks but for the process group and the residuals. It is saved, restored and
-    consolidated as a QuantizedAllreduceState is: state_dict(), load_state_dict(), consolidate(),
-    pickles, torch.save.
+    Names and defaults follow torch's PowerSGDState. All ranks use the same arguments, except for
+    the process group. Save it in checkpoints like a `QuantizedAllreduceState`: by `state_dict`,
+    `load_state_dict`, pickle or torch.save, and with `consolidate` for another number of ranks.
+
+    Args:
+        process_group: the ranks that average. None: the default group.
+        config: settings of the tensors that are not factored. Its algorithm is also used for P and
+            Q. None: these tensors are sent exact.
+        rules: settings of layers by name. A layer that a rule matches is not factored. None: the
+            rules of the process, which `cgx_ops.torch.exclude_layer` and similar functions set.
+        feedback: how residuals are computed. "local": a rank's matrix minus its own contribution to
+            the average. Nothing is lost over all ranks, and residuals are bounded. "torch": a
+            rank's input minus the average, for all tensors, as in PyTorch. Differences between
+            ranks are then never corrected, and residuals grow.
+        matrix_approximation_rank: number of columns of P and Q, at least 1.
+        start_powerSGD_iter: number of backward passes that are averaged exact first; at least 2
+            with error feedback or warm start.
+        min_compression_rate: a matrix is factored only if P and Q together have this many times
+            fewer elements.
+        use_error_feedback: whether the error of a matrix is added to its next gradient. Residuals
+            are float32 tensors of the gradients' sizes, multiplied by config.residual_decay in each
+            step.
+        warm_start: whether a step starts with the previous step's Q instead of a new random one.
+        orthogonalization_epsilon: added to the norms of P's columns before the division by these
+            norms. Columns of zeros do not need it.
+        random_seed: seed of the first Q, 0 to 2**32 - 1. With feedback="torch", PyTorch's random
+            numbers are used.
+        compression_stats_logging_frequency: number of steps between two log lines of
+            `compression_stats`.
+        batch_tensors_with_same_shape: whether matrices of one shape in a bucket are copied and
+            multiplied together.
+        factor_bits: how P and Q are sent: 32 exact, 16 as bfloat16, 8 quantized. With
+            feedback="local", the residuals include the rounding error of Q.
+        carrier: "native" sends by cgx_ops' own transports, over a group of any backend. "c10d"
+            sends CPU tensors by torch's gloo collectives. Both give the same bits.
+        **keywords: `bits`, `bucket_size`, `compressor` or `rounding`; each overrides that field of
+            `config`.
 
     Attributes:
-        process_group: whose ranks average; None: the default group.
-        config: how tensors travel that are not factored; their error feedback is that of
-            QuantizedAllreduceState, but with feedback="torch". Its algorithm is also that of P and
-            Q.
-        rules: cgx_ops.Rules. A layer that a rule matches is not factored. None: the rules of the
-            process.
-        feedback: what a rank's residual is. "local": its matrix without what its own Q made of it,
-            so that over all ranks gradients and old residuals are the average (as a sum) and the
-            new residuals, and residuals are bounded. "torch": its input without the average, for
-            all tensors, which is PyTorch's trajectory; where ranks' gradients differ, what differs
-            is never paid back, and residuals grow.
-        matrix_approximation_rank: columns of P and Q, at least 1.
-        start_powerSGD_iter: backward passes before it that are averaged exact; at least 2 with
-            error feedback or warm start.
-        min_compression_rate: a matrix is factored if P and Q have more than so many times fewer
-            elements; others travel by config.
-        use_error_feedback: whether what is lost of a matrix is added to its next gradient. Its
-            residual is float32, of the gradient's size, multiplied by config.residual_decay.
-        warm_start: whether a step begins with the last one's Q, or with one that is drawn anew.
-        orthogonalization_epsilon: added to the norms of P's columns before they are divided by
-            these. Columns of zeros need none.
-        random_seed: of the first Q. Of "local" each follows from this and the matrix's name; of
-            "torch" they are those that PyTorch draws.
-        compression_stats_logging_frequency: so many steps apart, compression_stats() is logged.
-        batch_tensors_with_same_shape: whether matrices of one shape in a bucket are multiplied
-            together, from a copy of them.
-        factor_bits: how P and Q travel: 32 exact, 16 as bfloat16, 8 quantized. With "local" what is
-            lost of Q is in the residuals too.
-        carrier: who moves the bytes, "native" or "c10d", as of QuantizedAllreduceState.
-        steps: backward passes so far.
-        residuals: what was lost so far, by layer, in units of this rank's gradients.
-        factors: each matrix's last Q.
-        total_numel_before_compression, total_numel_after_compression: elements so far.
+        steps: number of backward passes so far.
+        residuals: the errors of this rank's gradients so far, by layer.
+        factors: the last Q of each matrix.
+        total_numel_before_compression: number of gradient elements so far.
+        total_numel_after_compression: number of sent elements so far.
+
+    Each argument except the keywords is also an attribute.
+
+    Raises:
+        InvalidArgument: an argument is out of range.
+
+    Example:
+        >>> import torch
+        >>> import torch.distributed as dist
+        >>> from torch.nn.parallel import DistributedDataParallel
+        >>> from cgx_ops.torch import ddp
+        >>> dist.init_process_group("cgx", store=dist.HashStore(), rank=0, world_size=1)
+        >>> model = DistributedDataParallel(torch.nn.Linear(64, 64))
+        >>> state = ddp.PowerSGDState(matrix_approximation_rank=2, start_powerSGD_iter=2)
+        >>> model.register_comm_hook(state, ddp.power_sgd_hook)
+        >>> for _ in range(3):  # two exact steps, then PowerSGD
+        ...     model(torch.randn(8, 64)).square().sum().backward()
+        >>> state.compression_stats()[0] > 10
+        True
+        >>> dist.destroy_process_group()
     """
 
     kept = (
@@ -122,13 +145,6 @@ class PowerSGDState(HookState):
         carrier: Literal["native", "c10d"] = "native",
         **keywords: Unpack[Keywords],
     ) -> None:
-        """Make a state; config None: tensors that are not factored travel exact.
-
-        Keywords replace fields of config: bits, bucket_size, compressor, rounding.
-
-        Raises:
-            InvalidArgument (a ValueError): an argument is out of its range.
-        """
         if config is keywords.get("compressor") is keywords.get("bits") is None:
             keywords["bits"] = EXACT_BITS
         super().__init__(process_group, config_of(config, **keywords), rules, carrier, seed=0)
@@ -137,8 +153,8 @@ class PowerSGDState(HookState):
         if (use_error_feedback or warm_start) and start_powerSGD_iter <= 1:
             raise InvalidArgument(
                 f"start_powerSGD_iter is {start_powerSGD_iter}; with use_error_feedback or "
-                "warm_start it must be at least 2, because DistributedDataParallel makes its "
-                "buckets anew after the first step"
+                "warm_start it must be at least 2, because DistributedDataParallel rebuilds its "
+                "buckets after the first step"
             )
         if not orthogonalization_epsilon >= 0:
             raise InvalidArgument(
@@ -163,27 +179,53 @@ class PowerSGDState(HookState):
         self.next_stats_report = 0
 
     def connect(self) -> None:
-        """Begin anew with what belongs to this process."""
+        """Reset the attributes that belong to this process."""
         super().connect()
         self._rng: np.random.RandomState | None = None
         self.plans: dict[int, Any] = {}
 
     def saved(self) -> dict[str, Any]:
-        """Return what state_dict() does, of whichever group."""
+        """Return the content of state_dict(), without the name of the group.
+
+        Returns:
+            The saved attributes, by name.
+        """
         return super().saved() | {"factors": self.factors.copy()}
 
     def restored(self, saved: dict[str, Any]) -> dict[str, Any]:
-        """Return attributes from what was saved."""
+        """Convert a checkpoint into attributes.
+
+        Args:
+            saved: what saved() returned.
+
+        Returns:
+            Attributes by name.
+
+        Raises:
+            InvalidArgument: the carrier does not support the saved config, or this rank's residuals
+                are missing.
+        """
         return super().restored(saved) | {"factors": saved["factors"].copy(), "_rng": None}
 
     def by_layer(self) -> list[dict[str, Any]]:
-        """Return what the state has of each layer."""
+        """Return the parts of the state that are stored by layer.
+
+        Returns:
+            Dicts whose keys are names of layers.
+        """
         return [*super().by_layer(), self.factors.q]
 
     def require_layers(self, names: Collection[str]) -> None:
         """Compare a loaded state with the model's layers, once after load_state_dict().
 
-        A Q of batched_power_sgd_hook belongs to a bucket, known by its first and its last layer.
+        A Q of batched_power_sgd_hook belongs to a bucket, which is identified by its first and last
+        layer.
+
+        Args:
+            names: names of the model's layers.
+
+        Raises:
+            InvalidArgument: the state has layers that the model does not have.
         """
         buckets = [
             name
@@ -193,33 +235,55 @@ class PowerSGDState(HookState):
         super().require_layers({*names, *buckets})
 
     def report(self, found: Sequence[Layer]) -> None:
-        """Log that training starts."""
+        """Log that training starts.
+
+        Args:
+            found: the layers of the model.
+        """
         self.report_method(f"PowerSGD of rank {self.matrix_approximation_rank}, the rest", found)
 
     def keeps_residuals(self) -> bool:
-        """Tell whether any layer may have a residual."""
+        """Return whether any layer may have a residual.
+
+        Returns:
+            True if the config, the rules or loaded residuals allow for it.
+        """
         return self.use_error_feedback or super().keeps_residuals()
 
     def compression_stats(self) -> tuple[float, int, int]:
-        """Return the elements that were averaged by PowerSGD so far, and those that were sent.
+        """Return the compression rate so far.
 
         Returns:
-            The first over the second (0 before the first step), and both.
+            A tuple: the rate (0 before the first step), the number of gradient elements, and the
+            number of sent elements.
         """
         before, after = self.total_numel_before_compression, self.total_numel_after_compression
         return (before / after if after else 0), before, after
 
     def count(self, before: int, after: int, last: bool) -> None:
-        """Count a bucket's elements, and log the counts where it is time."""
+        """Count the elements of a bucket, and log the counts when they are due.
+
+        Args:
+            before: number of gradient elements.
+            after: number of sent elements.
+            last: whether this is the step's last bucket.
+        """
         self.total_numel_before_compression += before
         self.total_numel_after_compression += after
         if last and self.steps >= self.next_stats_report and self.place[0] == 0:
             rate, *numels = self.compression_stats()
-            _log.info("PowerSGD after %d steps: rate %.1f, elements %s", self.steps, rate, numels)
+            _log.info(
+                "PowerSGD after %d steps: compression rate %.1f (%d elements sent as %d)",
+                self.steps, rate, *numels,
+            )  # fmt: skip
             self.next_stats_report = self.steps + self.compression_stats_logging_frequency
 
     def pytorch_seed(self) -> int:
-        """Return the next seed that PyTorch's state would draw."""
+        """Draw the next seed that PyTorch's state would draw.
+
+        Returns:
+            The seed.
+        """
         if self._rng is None:
             self._rng = np.random.RandomState(self.random_seed)
             for _ in range(self.factors.draws):
