@@ -148,7 +148,7 @@ def a_module_changes_its_dtype() -> None:
         model.module.bfloat16()
         fails(
             TypeError,
-            "'first.weight' is torch.bfloat16 and was torch.float32",
+            "'first.weight' is torch.bfloat16, but was torch.float32",
             lambda model=model: model(images(RANK, dtype=torch.bfloat16)),
         )
         other, _ = hooked(model.module)
