@@ -14,7 +14,7 @@ def test_a_layer_keeps_its_residual() -> None:
     first += 2
     assert residuals.of("a", gradient).tolist() == [2] * 12
     assert residuals.of("a", gradient.float()).dtype == torch.float32
-    with pytest.raises(InvalidArgument, match="layer 'a' has 12 elements, its gradient 5"):
+    with pytest.raises(InvalidArgument, match="layer 'a' has 12 elements, but its gradient has 5"):
         residuals.of("a", torch.zeros(5))
 
 

@@ -27,7 +27,7 @@ def test_a_state_keeps_its_carrier() -> None:
     assert native.carrier == "native"
     assert pickle.loads(pickle.dumps(state)).carrier == "c10d"
     for other, words in (
-        (ddp.QuantizedAllreduceState(config=Config(bits=2, algorithm="ring")), "no algorithm"),
+        (ddp.QuantizedAllreduceState(config=Config(bits=2, algorithm="ring")), "support algorithm"),
         (ddp.QuantizedAllreduceState(config=Config(bits=2), adaptive=AdaptiveBits()), "adaptive"),
         (ddp.QuantizedAllreduceState(auto_bits=True), "auto_bits"),
     ):

@@ -1,9 +1,6 @@
-"""Averages of tensors with state, whatever the tensors are: gradients, differences, momenta.
+"""Averages of tensors with state: the base of DDP hooks, FSDP2, optimizers and outer loops.
 
-state.py: AveragingState, from which hooks' states and Exchange derive. exchange.py: the average of
-a list of tensors; averager.py: of a model's weights. residuals.py, layers.py, loaded.py: state by
-layer. sent.py: messages that follow others. adaptation.py: adaptive bits. exact.py, reports.py,
-grad_scaler.py, arithmetic.py: what these need. Nothing here imports ddp, fsdp, optim or diloco.
+`QuantizedModelAverager` averages a model's weights every few steps.
 """
 
 from cgx_ops.torch.averaging.averager import QuantizedModelAverager

@@ -1,8 +1,8 @@
-"""Adaptive bits of DDP and FSDP2: what belongs to this process of a planner.AdaptiveBits.
+"""Adaptive bits of DDP and FSDP2: this process's part of a planner.AdaptiveBits.
 
-1. a step begins: averages that are due are counted, and perhaps bits decided
-2. each of its messages: layers that are free get their bits, and are measured where it is time
-3. its last message, or the next step: ranks start to average what they measured, beside gradients
+1. begin(): at the start of a step, completed averages are processed, and bits may change
+2. segments() and measure(): layers without fixed bits get theirs, and are measured when it is due
+3. after the last message of a step, the ranks average their measurements in the background
 """
 
 import logging
@@ -31,7 +31,7 @@ _FIXED = {"bits", "compressor", "rounding", "rotation"}
 
 
 class _Exchange(NamedTuple):
-    """Averages on their way: a sample whose losses the request will have."""
+    """A pending average: a sample, and the request that will have its losses."""
 
     sample: Sample
     request: Request
@@ -40,23 +40,23 @@ class _Exchange(NamedTuple):
 class Adaptation:
     """AdaptiveBits of one model's gradients, in this process.
 
-    It is fed message by message: begin(), segments(), measure().
+    Call begin(), segments() and measure() for each message.
     """
 
     def __init__(self, adaptive: AdaptiveBits, name: str) -> None:
-        """Begin; name: of the averages, to match those of other ranks."""
+        """Start; `name` identifies the averages across ranks."""
         self._adaptive, self._name = adaptive, name
-        self._communicator: Communicator | None = None  # with whose ranks it has agreed
-        self._config, self._rules = Config(), Rules()  # of the message that is next
+        self._communicator: Communicator | None = None  # whose ranks have the same settings
+        self._config, self._rules = Config(), Rules()  # of the next message
         self._step = -1
-        self._found: dict[str, tuple[int, float]] = {}  # of this step: numel, loss by value
+        self._found: dict[str, tuple[int, float]] = {}  # of this step: numel, loss per value
         self._under_way: list[_Exchange] = []
 
     def begin(self, communicator: Communicator, step: int, config: Config, rules: Rules) -> None:
-        """Prepare a message; set the bits for a step before its first one.
+        """Prepare a message; set the bits of a step before its first message.
 
-        The first call in a process is collective, and raises MismatchError where ranks do not begin
-        with the same.
+        The first call in a process is collective. It raises MismatchError if ranks start with
+        different settings.
         """
         self._config, self._rules = config, rules
         if self._communicator is None:
@@ -64,18 +64,18 @@ class Adaptation:
             self._communicator = communicator
         if step == self._step:
             return
-        if self._found:  # nobody said which message was the last one
+        if self._found:  # the last message was not marked
             self._start(communicator)
         self._step = step
         self._take(until=step - LAG)
         if self._adaptive.advance(step, config) and communicator.rank == 0:
             _log.info(
-                "step %d: %.3g bits a value by the budget of %d: %s",
+                "step %d: %.3g bits a value on average, for the error of %d bits: %s",
                 step, self._adaptive.mean_bits, config.bits, self._adaptive.bits,
             )  # fmt: skip
 
     def segments(self, layers: Sequence[Layer], segments: Sequence[Segment]) -> list[Segment]:
-        """Return the layers' segments, those that are free with the bits in force."""
+        """Return the layers' segments, with the current bits where bits are not fixed."""
         bits = self._adaptive.bits
         return [
             replace(each, config=(each.config or self._config).with_own(bits=bits[layer.name]))
@@ -94,15 +94,15 @@ class Adaptation:
         *,
         last: bool,
     ) -> None:
-        """Measure a message, if it is time, before it is reduced; after the last one exchange.
+        """Measure a message before it is reduced, if that is due; exchange after the last one.
 
         Args:
             communicator: the ranks.
             layers: of the message.
-            segments: of each, before segments() gave it bits.
-            gradients: of each: runs that have buckets of their own.
-            residuals: of each or None: what travels is the sum.
-            last: whether it is known to be the last message of the step.
+            segments: of each layer, before segments() set its bits.
+            gradients: of each layer, as runs with separate buckets.
+            residuals: of each layer, or None. Gradient plus residual is measured.
+            last: whether this is known to be the last message of the step.
         """
         if not self._adaptive.measures(self._step):
             return
@@ -119,18 +119,18 @@ class Adaptation:
             self._start(communicator)
 
     def _is_free(self, layer: Layer) -> bool:
-        """Return whether no rule sets the bits of a layer, or how its values are encoded."""
+        """Return whether no rule sets the bits or the encoding of a layer."""
         own = self._rules.overrides(layer.name, layer.dimensions, self._config)
         return bool(layer.name) and not own.keys() & _FIXED
 
     def settle(self) -> None:
-        """Wait for what is on its way, or was only measured, so that a checkpoint has it."""
+        """Complete pending averages and measurements, so that a checkpoint includes them."""
         if self._found and self._communicator is not None:
             self._start(self._communicator)
         self._take(until=self._step)
 
     def _start(self, communicator: Communicator) -> None:
-        names = tuple(sorted(self._found))  # buckets are made anew after the first step
+        names = tuple(sorted(self._found))  # one order; buckets change after the first step
         numels, losses = zip(*(self._found[name] for name in names), strict=True)
         request = communicator.allreduce_async(
             np.array(losses, np.float32), "avg", Config(bits=EXACT_BITS), name=self._name
@@ -146,7 +146,7 @@ class Adaptation:
 
 
 def _statistic(values: torch.Tensor, residual: torch.Tensor | None, config: Config) -> float:
-    """Return the statistic of what travels of a gradient, measured on the host."""
+    """Return the statistic of a gradient plus its residual, measured on the host."""
     flat = values.detach().reshape(-1)
     if residual is not None:
         flat = flat.float() + residual.float()

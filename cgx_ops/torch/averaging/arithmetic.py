@@ -1,4 +1,4 @@
-"""How hooks, optimizers and outer loops compute, whatever the model and the streams do."""
+"""Arithmetic of hooks, optimizers and outer loops that is independent of autocast and streams."""
 
 import contextlib
 from collections.abc import Iterator
@@ -8,16 +8,17 @@ import torch
 
 @contextlib.contextmanager
 def full_precision() -> Iterator[None]:
-    """Compute in the dtypes of the tensors: without autocast, and without autograd.
+    """Compute in the dtypes of the tensors, without autocast and without autograd.
 
-    A block or a decorator. Autocast belongs to the thread that entered it, and callbacks run on
-    the caller's thread or on another one: without this, ranks would send different dtypes.
+    Use it as a block or a decorator. Autocast belongs to the thread that entered it, and callbacks
+    run on the caller's thread or on another one. Without this, ranks would send different dtypes::
 
         @full_precision()
         def project(gradient: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-            return gradient @ q  # float32, also in a backward() inside torch.autocast()
+            return gradient @ q  # float32, even in a backward() inside torch.autocast()
 
-    Tensors made inside need an explicit dtype and device: the defaults belong to the process.
+    Tensors made inside need an explicit dtype and device, because the defaults belong to the
+    process.
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.no_grad())
@@ -28,7 +29,7 @@ def full_precision() -> Iterator[None]:
 
 
 def use_on_this_stream(*tensors: torch.Tensor | None) -> None:
-    """Keep the memory of CUDA tensors until the current stream, a callback's, has used them."""
+    """Keep the memory of CUDA tensors until the current (callback's) stream has used them."""
     for x in tensors:
         if x is not None and x.is_cuda:
             x.record_stream(torch.cuda.current_stream(x.device))

@@ -1,15 +1,9 @@
-"""QuantizedModelAverager: weights are averaged every few steps, and travel as what changed.
+"""QuantizedModelAverager: averages a model's weights every few steps, with compressed differences.
 
-    from cgx_ops.torch.averaging import QuantizedModelAverager
-    averager = QuantizedModelAverager(period=4, warmup_steps=100, config=cgx_ops.Config(bits=4))
-    optimizer = PostLocalSGDOptimizer(torch.optim.SGD(model.parameters(), 0.1), averager)
-
-  1. the first time parameters are averaged exact; the average is kept, equal on all ranks
-  2. from then on each rank sends its differences to the last average, and all add the mean of these
-     to it
-
-Post-local SGD: Lin, Stich, Patel, Jaggi: Don't Use Large Mini-Batches, Use Local SGD, ICLR 2020.
-That differences are what to quantize: Reisizadeh et al.: FedPAQ, AISTATS 2020.
+The first average is exact. From then on each rank sends its difference from the last average, and
+all ranks add the mean difference to it. Post-local SGD: Lin, Stich, Patel, Jaggi: Don't Use Large
+Mini-Batches, Use Local SGD, ICLR 2020. Quantized differences: Reisizadeh et al.: FedPAQ, AISTATS
+2020.
 """
 
 from collections.abc import Iterable
@@ -32,12 +26,12 @@ _KEPT = ("step", "last", "exchange")
 
 
 class Average:
-    """The last average: equal on all ranks.
+    """The last average, equal on all ranks.
 
-    An object of its own, so that torch.distributed.checkpoint saves it whole, whatever is in it.
+    A class of its own, so that torch.distributed.checkpoint saves it as one object.
 
     Attributes:
-        tensors: float32, one for each parameter, in order; none before the first average.
+        tensors: float32, one for each parameter, in order; empty before the first average.
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor] = ()) -> None:
@@ -45,23 +39,55 @@ class Average:
 
 
 class QuantizedModelAverager(ModelAverager):
-    """Averages parameters every `period` steps, after `warmup_steps`, in a Config's bits.
+    """Average parameters every `period` steps after `warmup_steps`, with compressed messages.
 
-    It stands where torch's PeriodicModelAverager stands: average_parameters() after each step of
-    the optimizer, or inside of torch's PostLocalSGDOptimizer. After an average all ranks have the
-    same parameters, to the bit.
+    A replacement for torch's PeriodicModelAverager: call `average_parameters` after each optimizer
+    step, or pass the averager to torch's PostLocalSGDOptimizer. After an average all ranks have
+    bitwise equal parameters. All ranks use the same arguments.
 
-    It takes the memory of a copy of the parameters in float32, and of another one with error
-    feedback. state_dict() and load_state_dict() save and restore it; PostLocalSGDOptimizer's save
-    its `step` alone.
+    It uses memory for a float32 copy of the parameters, and for a second one with error feedback.
+    Save it with `state_dict`: the state_dict of PostLocalSGDOptimizer contains only its `step`.
+
+    Args:
+        period: number of steps between averages, at least 1.
+        warmup_steps: number of first steps without averages, in which gradients should be averaged.
+            Use the same value for start_localSGD_iter of PostLocalSGDState.
+        process_group: the ranks that average. None: the default group.
+        config: compressor, bits and the other settings. None: `Config()`, which is 4 bits. If
+            `config.keeps_residuals` is True, the quantization error of each difference is added to
+            the next one.
+        rules: settings of parameters by their position in the list: "0", "1", ...
+        carrier: "native" sends by cgx_ops' own transports, over a group of any backend. "c10d"
+            sends CPU tensors by torch's gloo collectives. Both give the same bits.
+        seed: seed of random rounding, 0 or more.
+        **keywords: `bits`, `bucket_size`, `compressor` or `rounding`; each overrides that field of
+            `config`.
 
     Attributes:
-        period: steps from one average to the next.
-        warmup_steps: so many steps first nothing is averaged: gradients should be.
-        process_group: whose ranks average.
-        step: calls of average_parameters() so far.
+        period: as the argument.
+        warmup_steps: as the argument.
+        process_group: as the argument.
+        step: number of calls of `average_parameters` so far.
         last: the last average.
-        exchange: how differences travel, and what was lost of them.
+        exchange: settings and residuals of the messages.
+
+    Raises:
+        InvalidArgument: an argument is out of range.
+
+    Example:
+        >>> import torch
+        >>> import torch.distributed as dist
+        >>> from cgx_ops.torch.averaging import QuantizedModelAverager
+        >>> dist.init_process_group("cgx", store=dist.HashStore(), rank=0, world_size=1)
+        >>> model = torch.nn.Linear(64, 64)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> averager = QuantizedModelAverager(period=4, bits=4)
+        >>> for _ in range(8):
+        ...     optimizer.step()
+        ...     averager.average_parameters(model.parameters())
+        >>> averager.step
+        8
+        >>> dist.destroy_process_group()
     """
 
     def __init__(
@@ -76,22 +102,6 @@ class QuantizedModelAverager(ModelAverager):
         seed: int = 0,
         **keywords: Unpack[Keywords],
     ) -> None:
-        """Make an averager, equal on all ranks.
-
-        Args:
-            period: at least 1.
-            warmup_steps: at least 0; as many as PostLocalSGDState's start_localSGD_iter.
-            process_group: None: the default group.
-            config: how differences travel; None: Config(). Residuals are added to the next ones
-                where config.keeps_residuals is True, as with gradients.
-            rules: settings of parameters by their place in the list: "0", "1".
-            carrier: who moves the bytes, as of cgx_ops.torch.ddp.QuantizedAllreduceState.
-            seed: of the noise.
-            **keywords: bits, bucket_size, compressor and rounding, which replace those of config.
-
-        Raises:
-            InvalidArgument (a ValueError): an argument is out of its range.
-        """
         self.period = require_integer(f"{_CALLER}: period", period, 1)
         self.warmup_steps = require_integer(f"{_CALLER}: warmup_steps", warmup_steps, 0)
         super().__init__(process_group)
@@ -104,19 +114,23 @@ class QuantizedModelAverager(ModelAverager):
     def average_parameters(
         self, params: Iterable[torch.nn.Parameter] | Iterable[dict[str, Any]]
     ) -> None:
-        """Count a step, and if it is time average the parameters in place. Collective then.
+        """Count a step, and average the parameters in place if an average is due.
+
+        Collective if an average is due.
 
         Args:
-            params: parameters, or an optimizer's param_groups; the same ones in every call, in one
-                order on all ranks. Those that require no gradient are left alone. (torch's
-                averagers leave those without a gradient alone, which may differ between ranks.)
+            params: parameters, or the param_groups of an optimizer; the same ones in each call, in
+                the same order on all ranks. Parameters that do not require gradients are not
+                averaged. (torch's averagers skip parameters without a gradient, which may differ
+                between ranks.)
 
         Raises:
-            TypeError: a parameter is complex, sparse or of float64.
-            InvalidArgument: the parameters are not those of the last average; the process group
-                cannot be served, or the state is another rank's; a torch.amp.GradScaler steps the
-                PostLocalSGDOptimizer, and would skip averages on one rank only.
-            RuntimeError: a peer is late or gone, or gave other parameters (on every rank).
+            TypeError: a parameter is complex, sparse or float64.
+            InvalidArgument: the parameters differ from those of the last average, cgx_ops cannot
+                connect the process group, the state belongs to another rank, or a
+                torch.amp.GradScaler steps the PostLocalSGDOptimizer and would skip averages on one
+                rank only.
+            RuntimeError: a peer is late or lost, or passed other parameters; every rank raises it.
         """
         refuse_grad_scaler(
             f"{_CALLER}.average_parameters",
@@ -131,35 +145,43 @@ class QuantizedModelAverager(ModelAverager):
     def _average(self, parameters: list[torch.Tensor]) -> None:
         check_parameters(_CALLER, parameters)
         known, now = self.last.tensors, [p.to(torch.float32) for p in parameters]
-        places = [str(i) for i in range(len(parameters))]
-        self.exchange.warn_of_unmatched(places)
+        names = [str(i) for i in range(len(parameters))]
+        self.exchange.warn_of_unmatched(names)
         if not known:
-            self.last = Average(self.exchange.mean(places, now, exact=True))
+            self.last = Average(self.exchange.mean(names, now, exact=True))
         else:
             with self.exchange.or_refuse(_CALLER):
                 if [x.shape for x in known] != [p.shape for p in parameters]:
                     raise InvalidArgument(
-                        f"{_CALLER}: the last average was of {len(known)} parameters, and these "
-                        f"are {len(parameters)}, or of other shapes: it is another model's"
+                        f"{_CALLER}: the last average has {len(known)} parameters, but "
+                        f"{len(parameters)} were passed, or their shapes differ: the average is "
+                        "another model's"
                     )
             # A checkpoint may have come from another device.
             known = [x.to(p.device) for x, p in zip(known, parameters, strict=True)]
             own = [p - x for p, x in zip(now, known, strict=True)]
-            changes = self.exchange.mean(places, own)
+            changes = self.exchange.mean(names, own)
             self.last.tensors = [x + c for x, c in zip(known, changes, strict=True)]
         for parameter, average in zip(parameters, self.last.tensors, strict=True):
             parameter.copy_(average)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what is saved: each rank's own, if there is error feedback."""
+        """Return the state for a checkpoint. With error feedback it differs between ranks.
+
+        Returns:
+            The state by name.
+        """
         last = Average(self.last.tensors)
         return {"step": self.step, "last": last, "exchange": self.exchange.saved()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue, in place, where the averager was that state_dict() was called of.
+        """Restore the averager in place from what `state_dict` returned.
+
+        Args:
+            state_dict: what `state_dict` returned, on this rank.
 
         Raises:
-            InvalidArgument: this is not the state_dict() of an averager, or lacks this rank's
+            InvalidArgument: this is not the state_dict of an averager, or it lacks this rank's
                 residuals.
         """
         require_keys(_CALLER, state_dict, _KEPT)
@@ -167,15 +189,18 @@ class QuantizedModelAverager(ModelAverager):
         self.step, self.last = state_dict["step"], Average(state_dict["last"].tensors)
 
     def consolidate(self) -> None:
-        """Make residuals their mean over the ranks, so that any number of ranks loads them.
+        """Replace residuals by their mean over the ranks. Collective.
 
-        Collective. As of cgx_ops.torch.ddp.QuantizedAllreduceState.
+        A checkpoint that is saved afterwards can be loaded on any number of ranks.
+
+        Raises:
+            InvalidArgument: ranks have residuals of different parameters.
         """
         self.exchange.consolidate()
 
 
 def _trained(params: Iterable[Any]) -> list[torch.Tensor]:
-    """Return the parameters of a list, or of param_groups, that require gradients."""
+    """Return the parameters that require gradients, from a list or from param_groups."""
     flat: list[torch.Tensor] = []
     for each in params:
         flat += each["params"] if isinstance(each, dict) else [each]

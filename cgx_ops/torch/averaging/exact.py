@@ -1,4 +1,4 @@
-"""Collectives of a process group that are exact, whatever compressed() says around them."""
+"""Exact collectives of a process group, even inside a compressed() block."""
 
 from typing import Any
 

@@ -1,8 +1,8 @@
-"""Exchange: the average of a list of tensors over the ranks, one message, in a Config's bits.
+"""Exchange: averages lists of tensors over the ranks, in one compressed message each.
 
-For differences of weights (averager.py, diloco/) and momenta (optim/). With error feedback the
-residual of each tensor, by name, is added to the next one. An exchange that fails leaves residuals
-unchanged.
+Used for differences of weights (averager.py, diloco/) and for momenta (optim/). With error
+feedback, the residual of each tensor is added to the next tensor of its name. An exchange that
+fails leaves residuals unchanged.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,10 +29,10 @@ _EXACT = Config(bits=EXACT_BITS)
 
 
 class Flight:
-    """Means under way.
+    """A pending average.
 
     Attributes:
-        like: the tensors of which they are.
+        like: the tensors that are averaged.
     """
 
     def __init__(
@@ -41,22 +41,22 @@ class Flight:
         future: torch.futures.Future[torch.Tensor] | None = None,
         keep: Callable[[], None] = nothing,
     ) -> None:
-        """Have them under way.
+        """Describe a pending average.
 
         Args:
             like: the tensors.
-            future: of the means, flat, end to end; None: these are they already.
-            keep: called when they are there; it changes the residuals.
+            future: of the means, flat and concatenated. None: `like` are the means already.
+            keep: called when the means are there; it updates the residuals.
         """
         self.like = like
         self._future, self._keep = future, keep
 
     @full_precision()
     def wait(self) -> list[torch.Tensor]:
-        """Return the means, when they are there; only then residuals change.
+        """Wait for the means and return them; update the residuals.
 
         Raises:
-            RuntimeError: what the exchange failed with.
+            RuntimeError: the exchange failed.
         """
         if self._future is not None:
             buffer = self._future.wait()
@@ -68,11 +68,11 @@ class Flight:
 
 
 class Exchange(AveragingState):
-    """The ranks, the Config and the residuals of averages that follow each other.
+    """The ranks, the config and the residuals of successive averages.
 
     Attributes:
-        caller: its owner's name, for errors and to match messages.
-        steps: averages so far.
+        caller: name of the owner, for errors and to identify messages.
+        steps: number of averages so far.
     """
 
     kept = (*AveragingState.kept, "caller")
@@ -90,20 +90,20 @@ class Exchange(AveragingState):
         self.caller = caller
 
     def warn_of_unmatched(self, names: Sequence[str]) -> None:
-        """Warn, once, of rules that match none of these parameters, which are all."""
+        """Warn once about rules that match none of these parameter names, which must be all."""
         assert self.rules is not None
         self.rules.warn_of_unmatched(names, f"{self.caller}: ")
 
     def require_kept(self, names: Sequence[str], tensors: Sequence[torch.Tensor]) -> None:
-        """Require that a rank keeps the values that it does not send, for means over senders."""
+        """Require that ranks store the values that they do not send, for means over senders."""
         assert self.rules is not None
         for name, x in zip(names, tensors, strict=True):
             own = self.rules.of(name, x.dim(), self.config)
             if own.bits != EXACT_BITS and (own.compressor != "topk" or not own.keeps_residuals):
                 raise InvalidArgument(
-                    f"{self.caller}: mean_over='senders' needs the values that each rank keeps "
-                    f"back, and '{name}' is sent by {own.compressor!r}, with "
-                    f"error_feedback={own.keeps_residuals}: give Config(compressor='topk')"
+                    f"{self.caller}: mean_over='senders' needs compressor='topk' with error "
+                    f"feedback, but '{name}' is sent by {own.compressor!r}, with "
+                    f"error_feedback={own.keeps_residuals}: use Config(compressor='topk')"
                 )
 
     def mean(
@@ -111,7 +111,7 @@ class Exchange(AveragingState):
     ) -> list[torch.Tensor]:
         """Return the mean of each tensor over the ranks; arguments and errors as start().
 
-        One that fails does not count, on any rank.
+        A failed call does not count as a step, on any rank.
         """
         steps = self.steps
         try:
@@ -129,15 +129,15 @@ class Exchange(AveragingState):
         exact: bool = False,
         of_senders: bool = False,
     ) -> Flight:
-        """Start the mean of each tensor over the ranks, equal on all of them, to the bit.
+        """Start averaging tensors over the ranks; the means are bitwise equal on all ranks.
 
         Args:
-            names: of the tensors: that of a residual and of noise.
-            tensors: float32, of any shapes, on one device; as many on all ranks, of equal shapes.
-                They may change at once.
-            exact: whether they travel exact; residuals then stay as they are.
-            of_senders: the mean of each value is over the ranks that sent it, of a compressor that
-                keeps back the rest. How many these were is a second message.
+            names: names of the tensors, which identify residuals and noise.
+            tensors: float32, of any shapes, on one device. All ranks pass the same number and
+                shapes. They may be changed after the call.
+            exact: send them exact; residuals do not change.
+            of_senders: average each value over the ranks that sent it, for a compressor that does
+                not send all values. A second message counts these ranks.
         """
         step, self.steps = self.steps, self.steps + 1
         if not tensors:
@@ -198,18 +198,19 @@ class Exchange(AveragingState):
         lost: Sequence[torch.Tensor | None] | None,
         name: str,
     ) -> Callable[[Sent], None]:
-        """Return what makes means over all ranks, in the buffer, those over senders."""
-        # What is lost is compared with the very bits that were encoded.
+        """Return a function that converts means over all ranks into means over senders."""
+        # A value was sent if its new residual differs from it, bit by bit. So add the old residual
+        # here, not in the core.
         pieces = buffer.split([segment.numel for segment in segments])
         for piece, e in zip(pieces, lost or (), strict=False):
             if e is not None:
                 piece += e
                 e.zero_()
-        owed, size = buffer.clone(), self.group.size()
+        wanted, size = buffer.clone(), self.group.size()
 
         def then(sent: Sent) -> None:
-            count = torch.ones_like(owed)
-            parts = (x.split([segment.numel for segment in segments]) for x in (count, owed))
+            count = torch.ones_like(wanted)
+            parts = (x.split([segment.numel for segment in segments]) for x in (count, wanted))
             for mine, all_, e in zip(*parts, lost or (), strict=False):
                 if e is not None:
                     torch.ne(all_, e, out=mine)
@@ -224,28 +225,28 @@ class Exchange(AveragingState):
 
 
 def _with_one_bit(config: Config) -> Config:
-    """Return a config by which the values that a rank sent travel in one bit."""
+    """Return a config that sends the same values with 1 bit each."""
     if config.bits == EXACT_BITS:
         return config
     return replace(config, value_bits=1, error_feedback=None)
 
 
 def check_parameters(caller: str, parameters: Sequence[torch.Tensor]) -> None:
-    """Require parameters whose values the core can carry.
+    """Require parameters whose values the core can send.
 
     Raises:
-        TypeError: one is complex, sparse, of float64, or where the core has no values; or a
-            DTensor, of which each rank has a part.
+        TypeError: a parameter is complex, sparse, float64, on an unsupported device, or a DTensor,
+            of which each rank has only a part.
         InvalidArgument: there are none, or they are on several devices.
     """
     if not parameters:
-        raise InvalidArgument(f"{caller}: there is no parameter that requires a gradient")
+        raise InvalidArgument(f"{caller}: no parameter requires a gradient")
     for i, parameter in enumerate(parameters):
         what = f"{caller}: parameter {i} of shape {tuple(parameter.shape)} is"
-        if hasattr(parameter, "full_tensor"):  # to import DTensor takes long
+        if hasattr(parameter, "full_tensor"):  # importing DTensor is slow
             raise TypeError(
-                f"{what} a DTensor, of which a rank has a part; averages are of whole copies. With "
-                "FSDP2 use cgx_ops.torch.fsdp.compress(model), or leave fully_shard out"
+                f"{what} a DTensor, but averages need whole parameters on each rank. With FSDP2, "
+                "use cgx_ops.torch.fsdp.compress(model), or leave fully_shard out"
             )
         if parameter.layout != torch.strided:
             raise TypeError(f"{what} {parameter.layout}; only dense ones can be averaged")
@@ -255,11 +256,11 @@ def check_parameters(caller: str, parameters: Sequence[torch.Tensor]) -> None:
             )
         if parameter.device.type not in devices():
             raise TypeError(
-                f"{what} on {parameter.device}; build cgx_ops with CUDA (nvcc on PATH or in "
+                f"{what} on {parameter.device}; rebuild cgx_ops with CUDA (nvcc on PATH or in "
                 "CUDA_HOME)"
             )
         if parameter.device != parameters[0].device:
             raise InvalidArgument(
-                f"{what} on {parameter.device}, parameter 0 on {parameters[0].device}: one message "
-                "is of one device"
+                f"{what} on {parameter.device}, parameter 0 on {parameters[0].device}; all "
+                "parameters must be on one device"
             )

@@ -1,7 +1,7 @@
-"""Steps under torch.amp.GradScaler, which skips those whose gradients overflow on this rank.
+"""Steps under torch.amp.GradScaler, which skips steps whose gradients overflow on this rank.
 
-1. scaling_of(): for optimizers that average, which skip steps on all ranks or on none
-2. after_every_step(): for counts of the steps of any optimizer
+1. scaling_of(): for optimizers that average, which skip a step on all ranks or on none
+2. after_every_step(): counts the steps of any optimizer
 3. refuse_grad_scaler(): for averages that would be skipped on one rank only
 """
 
@@ -19,18 +19,18 @@ from cgx_ops.torch.averaging.arithmetic import full_precision
 
 _Kind = TypeVar("_Kind", bound=Optimizer)
 
-# GradScaler calls the step() of an optimizer with this attribute in every iteration, and gives it
-# the attributes found_inf and grad_scale for that time.
+# GradScaler calls the step() of an optimizer with this attribute in every iteration, and sets the
+# attributes found_inf and grad_scale during the call.
 _HANDLES_OVERFLOW = "_step_supports_amp_scaling"
 
 # ---- 1. optimizers that average ------------------------------------------------------------------
 
 
 class Scaling(NamedTuple):
-    """What a GradScaler gives an optimizer for a step.
+    """The values that a GradScaler passes to an optimizer for a step.
 
     Attributes:
-        inverse: gradients times it are unscaled.
+        inverse: the factor that unscales gradients.
         overflows: whether a gradient of this rank is not finite.
     """
 
@@ -39,13 +39,13 @@ class Scaling(NamedTuple):
 
 
 def handles_overflow(kind: type[_Kind]) -> type[_Kind]:
-    """Have a GradScaler call step() of these optimizers in every iteration: a class decorator."""
+    """Make a GradScaler call step() of these optimizers in every iteration; a class decorator."""
     setattr(kind, _HANDLES_OVERFLOW, True)
     return kind
 
 
 def scaling_of(optimizer: Optimizer) -> Scaling | None:
-    """Return what the GradScaler that calls the optimizer's step() gives it; None: none does."""
+    """Return the scaling of the GradScaler that calls the optimizer's step(); None without one."""
     found: Any = getattr(optimizer, "found_inf", None)
     if found is None:
         return None
@@ -59,9 +59,9 @@ def scaling_of(optimizer: Optimizer) -> Scaling | None:
 
 @contextlib.contextmanager
 def after_every_step(optimizer: Optimizer, then: Callable[[], object]) -> Iterator[None]:
-    """Call then() after each step of an optimizer, within the block, and after each skipped one.
+    """Call then() after each step of an optimizer within the block, including skipped steps.
 
-    A step that a GradScaler would skip runs without gradients and leaves parameters unchanged.
+    A step that a GradScaler would skip runs without gradients and leaves the parameters unchanged.
     """
     skipped: list[tuple[torch.Tensor, torch.Tensor | None]] = []
 
@@ -97,10 +97,10 @@ def after_every_step(optimizer: Optimizer, then: Callable[[], object]) -> Iterat
 
 
 def refuse_grad_scaler(caller: str, remedy: str) -> None:
-    """Raise if a GradScaler that decides for this rank only is calling.
+    """Raise if the caller is a GradScaler that decides for this rank only.
 
     Raises:
-        InvalidArgument: one is. Every rank raises it in its first step that is not skipped.
+        InvalidArgument: it is. Every rank raises this in its first step that is not skipped.
     """
     frame = inspect.currentframe()
     while frame is not None:
@@ -108,7 +108,7 @@ def refuse_grad_scaler(caller: str, remedy: str) -> None:
             scaler = frame.f_locals["self"]
             if scaler.is_enabled() and not _is_shared(scaler):
                 raise InvalidArgument(
-                    f"{caller} is called by torch.amp.GradScaler.step(), which skips the steps in "
+                    f"{caller} was called by torch.amp.GradScaler.step(), which skips the steps in "
                     "which this rank's gradients overflow; the other ranks would wait for this "
                     f"one: {remedy}"
                 )
@@ -117,6 +117,6 @@ def refuse_grad_scaler(caller: str, remedy: str) -> None:
 
 def _is_shared(scaler: GradScaler) -> bool:
     """Return whether all ranks skip the same steps."""
-    from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler  # it takes long
+    from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler  # slow to import
 
     return isinstance(scaler, ShardedGradScaler)

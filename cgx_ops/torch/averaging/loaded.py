@@ -1,4 +1,4 @@
-"""Whether a state that was loaded is one, and belongs to the model that uses it."""
+"""Checks of loaded states: the right kind of state, and the right model."""
 
 import warnings
 from collections.abc import Collection, Mapping, Sequence
@@ -6,15 +6,15 @@ from typing import Any
 
 from cgx_ops.errors import InvalidArgument
 
-_SHOWN = 4  # names of each set in an error
+_SHOWN = 4  # number of names that an error lists
 
 
 def require_keys(caller: str, state_dict: Mapping[str, Any], keys: Collection[str]) -> None:
-    """Raise InvalidArgument unless a state_dict has the keys that the caller's has."""
+    """Raise InvalidArgument unless a state_dict has the keys of the caller's own."""
     if set(state_dict) != set(keys):
         raise InvalidArgument(
-            f"{caller}.load_state_dict: the names are {sorted(state_dict)}, not {sorted(keys)}: "
-            "give what state_dict() returned"
+            f"{caller}.load_state_dict: the keys are {sorted(state_dict)}, not {sorted(keys)}: "
+            "pass what state_dict() returned"
         )
 
 
@@ -29,10 +29,10 @@ def require_layers(
     """Require that all layers of a loaded state exist in the model.
 
     Args:
-        caller: what was loaded, for the error: "PowerSGDState".
-        kept: what it has, by the layer's name.
-        names: of the model's layers.
-        strict: False: remove what belongs to no layer, with a warning.
+        caller: the kind of state, for the error, for example "PowerSGDState".
+        kept: its entries, by name of the layer.
+        names: names of the model's layers.
+        strict: False: remove entries that belong to no layer, with a warning.
         has_partial: whether the caller's load_state_dict() accepts strict=False.
 
     Raises:
@@ -43,13 +43,13 @@ def require_layers(
     if not foreign:
         return
     found = (
-        f"{caller}: the loaded state is of layers that this model does not have: {_listed(foreign)}"
+        f"{caller}: the loaded state has layers that this model does not have: {_listed(foreign)}"
         f"; the model's other layers: {_listed(sorted(set(names) - loaded))}"
     )
     if strict:
-        partial = "; or load it with strict=False, which drops these entries" * has_partial
+        partial = ", or load it with strict=False to drop these entries" * has_partial
         raise InvalidArgument(f"{found}. Load the state of this model{partial}")
-    warnings.warn(f"{found}. These entries are dropped", stacklevel=2)
+    warnings.warn(f"{found}. These entries were dropped", stacklevel=2)
     for each in kept:
         for name in foreign:
             each.pop(name, None)

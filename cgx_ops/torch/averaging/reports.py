@@ -1,6 +1,7 @@
-"""What is logged when training starts: a line of the logger `cgx_ops`, and each tensor's decision.
+"""Log lines at the start of training: a summary, and the settings of each tensor.
 
-Decisions are of the logger `cgx_ops.torch.backend`, at level DEBUG.
+The summary is logged by `cgx_ops`, each tensor's settings by `cgx_ops.torch.backend` at level
+DEBUG.
 """
 
 import ast
@@ -15,7 +16,7 @@ from cgx_ops._core.tables import EXACT_BITS, SMALLEST_COMPRESSED
 from cgx_ops.torch._compat import parallel
 from cgx_ops.torch.backend.groups import communicator_of
 
-CARRIER = "torch's collectives"  # in place of a transport
+CARRIER = "torch's collectives"  # logged instead of a transport
 
 _log = logging.getLogger("cgx_ops.torch.backend")
 
@@ -41,15 +42,15 @@ def report_layers(
     segments: Sequence[Segment],
     carrier: str = "native",
 ) -> None:
-    """Log how each layer travels, and on rank 0 that training starts. Once for each key.
+    """Log how each layer is sent, and on rank 0 that training starts. Once for each key.
 
     Args:
-        key: of the model's state.
-        what: "DDP", "FSDP2".
-        group: whose ranks communicate.
+        key: identifies the model's state.
+        what: "DDP" or "FSDP2".
+        group: the ranks.
         config: of all layers.
         names: of the layers.
-        segments: each layer's elements and its own settings.
+        segments: each layer's elements and settings.
         carrier: "native" or "c10d".
     """
     reasons = [_reason(segment.config or config, segment) for segment in segments]
@@ -78,7 +79,7 @@ def report_start(
 
 
 def _reason(config: Config, segment: Segment) -> str:
-    """Return why a layer travels exact; "" if it does not."""
+    """Return why a layer is sent exact; "" if it is compressed."""
     if config.bits == EXACT_BITS:
         return "exact, its bits are 32"
     smallest = max(SMALLEST_COMPRESSED, config.minimal_size)

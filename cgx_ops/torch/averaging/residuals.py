@@ -1,12 +1,9 @@
-"""Residuals: what compression has lost of each parameter's gradient on this rank, by name.
+"""Residuals: the quantization errors of each parameter's gradient on this rank, by name.
 
-1. of(): a layer's, which a collective reads and writes in place
-2. whose they are: one rank's own, or (consolidated) equal on all ranks
-3. checkpoints: a rank's own under a key of its own, so that torch.distributed.checkpoint, which
-   saves equal keys once, keeps those of all ranks
-4. decay: on copies, which replace the residuals once a step has succeeded
-
-By name, because DistributedDataParallel makes its buckets anew after the first step.
+They are stored by name, because DistributedDataParallel rebuilds its buckets after the first step.
+A residual belongs to one rank, or is equal on all ranks after consolidate(). In checkpoints a
+rank's own residuals have a key with its rank, because torch.distributed.checkpoint saves equal keys
+only once.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,16 +17,16 @@ from cgx_ops.errors import InvalidArgument
 from cgx_ops.torch.averaging.arithmetic import full_precision, use_on_this_stream
 from cgx_ops.torch.averaging.exact import gather_over, mean_over
 
-# Keys of what is saved.
+# Keys in checkpoints.
 _OWNERS, _SHARED = "owners", "all ranks"
 
 
 class Residuals:
-    """Tensors by parameter name, each of its parameter's size and of its gradient's dtype.
+    """Residuals by parameter name, each with its parameter's size and its gradient's dtype.
 
     Attributes:
         tensors: flat, by name, on the device of the gradient.
-        owner: whose they are, a rank and the number of ranks that have others; None: nobody's yet.
+        owner: the owning rank and the number of ranks; None if no rank owns them yet.
         consolidated: whether they are equal on all ranks.
     """
 
@@ -43,56 +40,60 @@ class Residuals:
     def of(
         self, name: str, like: torch.Tensor, *, dtype: torch.dtype | None = None
     ) -> torch.Tensor:
-        """Return a parameter's residual, zeros at first, to be read and written in place.
+        """Return a parameter's residual, to be read and written in place; zeros at first.
 
         Args:
-            name: of the parameter.
-            like: its gradient, as it is reduced.
-            dtype: of the residual; None: the gradient's.
+            name: name of the parameter.
+            like: the gradient in the form in which it is reduced.
+            dtype: dtype of the residual; None: the gradient's.
 
         Raises:
-            InvalidArgument: the one that there is has another size.
+            InvalidArgument: the existing residual has another size.
         """
         known, dtype = self.tensors.get(name), dtype or like.dtype
         if known is None:
             known = torch.zeros(like.numel(), dtype=dtype, device=like.device)
         elif known.numel() != like.numel():
             raise InvalidArgument(
-                f"the residual of layer '{name}' has {known.numel()} elements, its gradient "
-                f"{like.numel()}: the state is another model's"
+                f"the residual of layer '{name}' has {known.numel()} elements, but its gradient "
+                f"has {like.numel()}: the state belongs to another model"
             )
         # A checkpoint may have come from another device; a model may have changed its dtype.
         self.tensors[name] = known.to(dtype=dtype, device=like.device)
         return self.tensors[name]
 
-    # ---- 2. whose they are -----------------------------------------------------------------------
+    # ---- 2. the owner ----------------------------------------------------------------------------
 
     def claim(self, rank: int, size: int) -> None:
-        """Have them be this rank's own, of so many ranks.
+        """Set the owner to this rank.
+
+        Args:
+            rank: this rank.
+            size: number of ranks.
 
         Raises:
-            InvalidArgument: they are another rank's.
+            InvalidArgument: another rank owns the residuals.
         """
         if self.tensors and self.owner not in (None, (rank, size)):
             raise InvalidArgument(
-                f"the residuals are those of rank {self.owner[0]} of {self.owner[1]}, and this is "
-                f"rank {rank} of {size}: load each rank's own, or, for another number of ranks, "
-                "call the state's consolidate() on all ranks before the checkpoint is saved"
+                f"the residuals are those of rank {self.owner[0]} of {self.owner[1]}, but this is "
+                f"rank {rank} of {size}: load each rank's own state. For another number of ranks, "
+                "call the state's consolidate() on all ranks before you save the checkpoint"
             )
         self.owner, self.consolidated = (rank, size), False
 
     def consolidate(self, group: dist.ProcessGroup) -> None:
-        """Make them the mean over the ranks of `group`: collective.
+        """Replace residuals by their mean over the ranks of `group`. Collective.
 
         Raises:
-            InvalidArgument: ranks have residuals of other layers (on every rank).
+            InvalidArgument: ranks have residuals of different layers; every rank raises it.
         """
         mine = sorted(self.tensors.items())
         require_same(
             "consolidate",
             {f"a residual of '{name}', elements:": tensor.numel() for name, tensor in mine},
             gather_over(group),
-            "Call it after the same step on all ranks",
+            "Call consolidate() after the same step on all ranks",
             error=InvalidArgument,
         )
         for _, tensor in mine:
@@ -108,14 +109,15 @@ class Residuals:
         return copy
 
     def saved(self, rank: int, size: int, *, per_rank: bool) -> "dict[str, Residuals | int]":
-        """Return copies by key, for a checkpoint, and how many ranks have their own (0: none).
+        """Return copies by key for a checkpoint, and the number of ranks with their own.
 
-        The key of all ranks is always there, so that a load by a state without residuals is told.
+        The number is 0 if all ranks share one set. The key of that set always exists, so that
+        loading into a state without residuals is detected.
 
         Args:
-            rank: this one.
-            size: the number of ranks.
-            per_rank: whether ranks have their own, if they were not consolidated.
+            rank: this rank.
+            size: number of ranks.
+            per_rank: whether ranks have their own residuals, if they were not consolidated.
         """
         copy = self._copy()
         if self.consolidated or not per_rank:
@@ -128,10 +130,11 @@ class Residuals:
 
     @classmethod
     def restored(cls, saved: "Mapping[str, Residuals | int]") -> "Residuals":
-        """Return those of a checkpoint.
+        """Return the residuals of a checkpoint.
 
         Raises:
-            InvalidArgument: the checkpoint has each rank's own, and this rank's were not loaded.
+            InvalidArgument: the checkpoint has one set per rank, and this rank's set was not
+                loaded.
         """
         owners, found = saved[_OWNERS], saved[_SHARED]
         if owners:
@@ -140,10 +143,9 @@ class Residuals:
         assert isinstance(found, cls)
         if owners and (found.owner is None or found.owner[1] != owners):
             raise InvalidArgument(
-                f"the checkpoint has residuals of each of {owners} ranks, and this rank's own are "
-                "not among what was loaded: load it into a state with the same config, rules and "
-                "number of ranks; for another number of ranks call consolidate() on all ranks "
-                "before it is saved"
+                f"the checkpoint has residuals of each of {owners} ranks, but this rank's own were "
+                "not loaded: load it into a state with the same config, rules and number of ranks. "
+                "For another number of ranks, call consolidate() on all ranks before you save it"
             )
         return found._copy()
 
@@ -152,7 +154,7 @@ class Residuals:
 
 
 def nothing() -> None:
-    """Do nothing when averages are there."""
+    """Do nothing; the default function to call after an average."""
 
 
 def decayed(
@@ -164,13 +166,13 @@ def decayed(
 ) -> tuple[list[torch.Tensor | None] | None, Callable[[], None]]:
     """Return the residuals for a collective, and a function to call when it is done.
 
-    With a decay that is a copy, so that a step that fails leaves the residuals unchanged.
+    With a decay these are copies, so that a failed step leaves the residuals unchanged.
 
     Args:
         kept: the residual of each segment, or None.
         config: of the message.
         segments: of the message.
-        copies: copy them whatever the decay.
+        copies: copy them even without a decay.
     """
     decays = [(segment.config or config).residual_decay for segment in segments]
     if kept is None or (all(decay == 1 for decay in decays) and not copies):

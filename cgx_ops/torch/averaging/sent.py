@@ -1,4 +1,4 @@
-"""Sent: a message of a hook that has arrived, and the messages that its callback sends next."""
+"""Sent: a completed message, whose callback may send further messages."""
 
 from collections.abc import Callable, Sequence
 
@@ -10,23 +10,23 @@ from cgx_ops.torch.graph.work import Residuals, reason_of, refuse, start
 
 
 class Sent:
-    """A message of AveragingState.average() that is there, and the messages that follow it."""
+    """A completed message of AveragingState.average(), and the messages that follow it."""
 
     def __init__(self, by: Communicator | Carrier, number: int, followers: Sequence[str]) -> None:
         """Describe a message.
 
         Args:
-            by: what carried it.
-            number: of those of its name, as all ranks count them.
+            by: its communicator or carrier.
+            number: its index among the messages of its name, the same on all ranks.
             followers: the names that follow() is called with, on every rank.
         """
         self._by, self._number = by, number
         self._due = list(followers)
 
     def call(self, then: "Callable[[Sent], object]") -> None:
-        """Call then(self); if it fails, refuse what it has not sent: the other ranks wait for it.
+        """Call then(self). If it fails, refuse the followers that it has not sent.
 
-        Their follow() raises which rank failed, and why.
+        The other ranks wait for them. Their follow() then raises which rank failed, and why.
         """
         try:
             then(self)
@@ -48,11 +48,11 @@ class Sent:
         name: str,
         residuals: Residuals | None = None,
     ) -> None:
-        """Average a buffer over the same ranks, and wait for it: in average()'s `then` alone.
+        """Average a buffer over the same ranks and wait for it. For use in average()'s `then` only.
 
-        Threads come here in any order, another one on each rank: ranks match what they send by its
-        name, which is one for each call in a `then`, and the number. The carrier "c10d" goes by the
-        order, which is that of the messages followed: one thread does all of `then`.
+        Threads call this in any order, which differs between ranks. Ranks match the messages by
+        name, which is unique within a `then`, and by index. The carrier "c10d" matches by order:
+        one thread runs all `then`, in the order of the messages.
         """
         if isinstance(self._by, Carrier):
             self._by.reduce(

@@ -1,7 +1,4 @@
-"""AveragingState: what averages that follow each other share, of a hook or of an optimizer.
-
-Ranks, Config, rules, steps and residuals; checkpoints of them; who moves the bytes.
-"""
+"""AveragingState: the common state of successive averages, for DDP hooks, FSDP2 and optimizers."""
 
 import contextlib
 import logging
@@ -31,25 +28,25 @@ from cgx_ops.torch.graph.work import Residuals as ResidualsOfSegments
 from cgx_ops.torch.graph.work import future_of, reason_of, refuse, start
 
 _log = logging.getLogger(__name__)
-_GROUP = "group of rank"  # the name of a group in checkpoints: with its lowest rank
+_GROUP = "group of rank"  # key of a group in checkpoints, with its lowest rank
 
 
-# Compressors whose messages cannot be cut use one_shot.
+# Compressors whose messages cannot be cut into blocks; they use one_shot.
 _UNCUT = {row["name"] for row in tables.COMPRESSORS.values() if not row["sliced"]}
 
 
 class AveragingState:
-    """What is needed to average the tensors of one model over the ranks, step by step.
+    """The state to average the tensors of one model over the ranks, step by step.
 
     Attributes:
-        kept: the names of what goes into checkpoints.
-        process_group: whose ranks average; None: the default group.
-        config: how values travel.
-        rules: settings of layers by name; None: those of the process.
-        carrier: who moves the bytes, "native" or "c10d".
-        seed: of the noise of all layers and steps.
-        steps: backward passes so far.
-        residuals: what was lost so far, by layer, in units of this rank's gradients.
+        kept: names of the attributes that checkpoints contain.
+        process_group: the ranks that average. None: the default group.
+        config: settings of the messages.
+        rules: settings of layers by name. None: the rules of the process.
+        carrier: "native" or "c10d".
+        seed: seed of the noise of all layers and steps.
+        steps: number of backward passes so far.
+        residuals: the quantization errors of this rank's gradients, by layer.
     """
 
     kept: ClassVar[tuple[str, ...]] = ("config", "rules", "carrier", "seed", "steps", "residuals")
@@ -65,7 +62,9 @@ class AveragingState:
         if carrier not in ("native", "c10d"):
             raise InvalidArgument(f"carrier is {carrier!r}; it must be 'native' or 'c10d'")
         if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
-            raise InvalidArgument(f"process_group is {process_group!r}; it must be one, or None")
+            raise InvalidArgument(
+                f"process_group is {process_group!r}; it must be a ProcessGroup or None"
+            )
         config = by_hosts(config)
         check_carrier(carrier, config)
         require_feedback(config)
@@ -79,87 +78,111 @@ class AveragingState:
         self.connect()
 
     def connect(self) -> None:
-        """Begin anew with what belongs to this process."""
+        """Reset the attributes that belong to this process."""
         self._group: weakref.ref[dist.ProcessGroup] | None = None
         self._communicator: Communicator | None = None
         self._carrier: Carrier | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything but what belongs to this process, as copies.
+        """Return the state for a checkpoint, as copies. Each rank saves its own.
 
-        Where the ranks of a mesh average in several groups, that of a group without rank 0 is under
-        the group's name, so that torch.distributed.checkpoint keeps all groups' apart.
+        If the ranks of a mesh average in several groups, the state of a group without rank 0 is
+        under the key of that group, so that torch.distributed.checkpoint stores all groups
+        separately.
+
+        Returns:
+            The state by name, without attributes of this process such as the process group.
         """
         first = min(ranks_of(self.process_group), default=0)
         return {f"{_GROUP} {first}": self.saved()} if first else self.saved()
 
     def saved(self) -> dict[str, Any]:
-        """Return what state_dict() does, of whichever group."""
+        """Return the content of state_dict(), without the name of the group.
+
+        Returns:
+            The saved attributes, by name.
+        """
         saved = {"residuals": self.residuals.saved(*self.place, per_rank=self.keeps_residuals())}
         named = {name: getattr(self, name) for name in self.kept}
         return named | saved
 
     def keeps_residuals(self) -> bool:
-        """Tell whether any layer may have a residual."""
+        """Return whether any layer may have a residual.
+
+        Returns:
+            True if the config, the rules or loaded residuals allow for it.
+        """
         return bool(self.residuals.tensors) or rules_of(self).may_keep_residuals(self.config)
 
     def consolidate(self) -> None:
-        """Make the residuals the mean over the ranks, equal everywhere. Collective.
+        """Replace residuals by their mean over the ranks. Collective.
 
-        What is saved then can be loaded on any number of ranks: the correction that is pending, the
-        mean of the ranks' residuals, is the same. By torch.distributed.checkpoint load it into a
-        new state of which consolidate() was called too: so it asks for residuals of all ranks. The
-        next backward makes residuals each rank's own again.
+        A checkpoint that is saved afterwards can be loaded on any number of ranks; the pending
+        correction of the average is unchanged. To load it with torch.distributed.checkpoint, call
+        `consolidate` on the new state, too, before the load. The next backward makes residuals
+        different across ranks again.
 
         Raises:
-            InvalidArgument: ranks have residuals of other layers.
+            InvalidArgument: ranks have residuals of different layers.
         """
         self.residuals.consolidate(self.group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue, in place, where the state was that state_dict() was called of.
+        """Restore the state in place from what `state_dict` returned.
 
-        Its process group, its carrier, and the hook that has it, stay. Groups' names do not count.
+        The process group, the carrier and the registered hook do not change. The name of the
+        process group may differ from the saved one.
+
+        Args:
+            state_dict: what `state_dict` returned, on this rank or through
+                torch.distributed.checkpoint.
 
         Raises:
-            InvalidArgument: this is not the state_dict() of such a state, or it lacks this rank's
-                residuals, or its carrier cannot do what is asked there.
+            InvalidArgument: this is not the state_dict of such a state, it lacks this rank's
+                residuals, or the carrier does not support the saved config.
         """
         state_dict = next((x for n, x in state_dict.items() if n.startswith(_GROUP)), state_dict)
         require_keys(type(self).__name__, state_dict, self.kept)
         self.__dict__.update(self.restored(state_dict | {"carrier": self.carrier}))
 
     def restored(self, saved: dict[str, Any]) -> dict[str, Any]:
-        """Return attributes from a checkpoint.
+        """Convert a checkpoint into attributes.
+
+        Args:
+            saved: what saved() returned.
+
+        Returns:
+            Attributes by name.
 
         Raises:
-            InvalidArgument: this rank's residuals are not there; the carrier cannot do this.
+            InvalidArgument: the carrier does not support the saved config, or this rank's residuals
+                are missing.
         """
         check_carrier(saved["carrier"], saved["config"])
         return saved | {"residuals": Residuals.restored(saved["residuals"])}
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what is saved, for pickles."""
+        """Return the saved attributes, for pickles."""
         if self.process_group not in (None, dist.group.WORLD):
             _log.warning(
-                "a %s is copied or pickled without its process group: the copy averages over the "
-                "default group unless you set process_group",
+                "a %s was copied or pickled without its process group: the copy averages over the "
+                "default group unless you set its process_group",
                 type(self).__name__,
             )
         return self.saved()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore it over the default group."""
+        """Restore the state over the default group."""
         self.__dict__.update(self.restored(state))
         self.process_group = None
         self.connect()
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """The group whose ranks average.
+        """The process group of the averages.
 
-        Where it is another one than before (process_group was set, or the default group was made
-        anew) what belonged to that one is dropped.
+        If it changes, because process_group was set or the default group was created again, the
+        attributes that belong to the old one are reset.
         """
         group = group_or_default(self.process_group)
         if self._group is None or self._group() is not group:
@@ -170,16 +193,19 @@ class AveragingState:
 
     @property
     def place(self) -> tuple[int, int]:
-        """The number of this rank in the group, and how many there are; without a group 0 of 1."""
+        """The index of this rank in the group, and the number of ranks; (0, 1) without a group."""
         if self.process_group is None and not dist.is_initialized():
             return 0, 1
         return self.group.rank(), self.group.size()
 
     def communicator(self) -> Communicator:
-        """Return the ranks of the process group, as cgx_ops knows them.
+        """Return the communicator of the process group. Collective in the first call.
+
+        Returns:
+            The communicator.
 
         Raises:
-            InvalidArgument: no communicator has them.
+            InvalidArgument: torch.distributed does not list the group.
         """
         group = self.group
         if self._communicator is None or self._communicator.closed:
@@ -187,7 +213,11 @@ class AveragingState:
         return self._communicator
 
     def carry(self) -> Carrier:
-        """Return what moves bytes by torch's collectives. The first call is collective."""
+        """Return the carrier over torch's collectives. Collective in the first call.
+
+        Returns:
+            The carrier.
+        """
         group = self.group
         if self._carrier is None:
             self._carrier = Carrier(group)
@@ -201,19 +231,22 @@ class AveragingState:
         segments: Sequence[Segment],
         values: Sequence[torch.Tensor],
     ) -> list[torch.Tensor | None] | None:
-        """Return the residual of each layer that is compressed and has one; None if none has.
+        """Return the residual of each compressed layer with error feedback; None if there is none.
 
-        They have not decayed yet.
+        The residuals are not multiplied by their decay yet.
 
         Args:
             caller: for errors.
             config: of the message.
             layers: in the message.
-            segments: of each.
-            values: what travels of each, whose dtype and device its residual has.
+            segments: of each layer.
+            values: the values of each layer; residuals have their dtype and device.
+
+        Returns:
+            A residual or None for each layer.
 
         Raises:
-            InvalidArgument: such a layer has no name; the residuals are another rank's.
+            InvalidArgument: such a layer has no name, or the residuals belong to another rank.
         """
         keeps = []
         for segment in segments:
@@ -225,9 +258,9 @@ class AveragingState:
         self.residuals.claim(*self.place)
         if any(keep and not layer.name for layer, keep in zip(layers, keeps, strict=True)):
             raise InvalidArgument(
-                f"{caller}: error feedback keeps residuals by layer, but this "
-                "model's names are not known: import cgx_ops.torch before "
-                "DistributedDataParallel(model), or give Config(error_feedback=False)"
+                f"{caller}: error feedback stores residuals by layer name, and this model's names "
+                "are unknown: import cgx_ops.torch before you call DistributedDataParallel(model), "
+                "or use Config(error_feedback=False)"
             )
         return [
             self.residuals.of(layer.name, value) if keep else None
@@ -235,7 +268,15 @@ class AveragingState:
         ]
 
     def seeds_of(self, names: Sequence[str], step: int) -> list[int]:
-        """Return the seed of the noise of each layer, which does not depend on its message."""
+        """Return the seed of each layer's noise, which does not depend on the layer's message.
+
+        Args:
+            names: names of the layers.
+            step: the step.
+
+        Returns:
+            A seed for each name.
+        """
         group = self.group.group_name
         return [call_seed(self.seed, name, step, group) for name in names]
 
@@ -243,11 +284,11 @@ class AveragingState:
     def or_refuse(self, *names: str) -> Iterator[None]:
         """Refuse this rank's next messages of average() if the block that prepares them fails.
 
-        The other ranks, which start theirs, have the reason in their futures. Arguments that only
-        one rank finds wrong count, too.
+        The other ranks, which start these messages, then get the reason in their futures. This
+        includes arguments that are invalid on one rank only.
 
         Args:
-            *names: of the messages.
+            *names: names of the messages.
         """
         by = self.carry() if self.carrier == "c10d" else self.communicator()
         try:
@@ -274,21 +315,24 @@ class AveragingState:
         followers: Sequence[str] = (),
         result: torch.Tensor | None = None,
     ) -> torch.futures.Future[torch.Tensor]:
-        """Average a buffer over the ranks in place, in the background; arguments as work.start().
+        """Average a buffer over the ranks in place, in the background.
 
         Args:
-            buffer: of the dtypes that the core knows.
-            config: how it travels.
+            buffer: of a dtype that the core supports.
+            config: settings of the message.
             segments: its layers.
-            seed: of each.
-            name: matches it with what other ranks average; the carrier "c10d" goes by the order.
+            seed: of each layer.
+            name: name of the message, which identifies it across ranks. The carrier "c10d" uses the
+                order of calls instead.
             residuals: of each segment, or None.
-            then: called when it is done, and before the future is; others may follow it there.
-            followers: the names of those.
-            result: what the future holds; None: the buffer.
+            then: called when the average is done, before the future completes. It may send further
+                messages.
+            followers: the names of these messages.
+            result: the value of the future; None: the buffer.
 
         Returns:
-            A future of the buffer, or of `result`; of the error, too, where this rank cannot start.
+            A future of the buffer, or of `result`. If this rank cannot start the message, the
+            future holds the error.
         """
         if self.carrier == "c10d":
             carrier = self.carry()
@@ -306,7 +350,7 @@ class AveragingState:
         sent = Sent(comm, _next(comm, name), followers)
 
         def done(future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
-            averaged = future.value()[0]  # raises what went wrong
+            averaged = future.value()[0]  # raises the message's error
             sent.call(then)
             return averaged if result is None else result
 
@@ -314,34 +358,36 @@ class AveragingState:
 
 
 def _next(comm: Communicator, name: str) -> int:
-    """Count a message: called where ranks start, or refuse, messages in the same order.
+    """Count a message. Called where all ranks start, or refuse, messages in the same order.
 
-    What follows a message is started on threads, in any order.
+    Threads start the followers of a message in any order.
     """
     return comm.next_call(f"{name}, then")
 
 
 def check_carrier(carrier: str, config: Config, *, chooses_bits: bool = False) -> None:
-    """Raise InvalidArgument for what the carrier "c10d" does not have."""
+    """Raise InvalidArgument for settings that the carrier "c10d" does not support."""
     if carrier != "c10d":
         return
     if config.algorithm in ("ring", "hierarchical"):
-        raise InvalidArgument(f"carrier 'c10d' has no algorithm {config.algorithm!r}; use 'sra'")
+        raise InvalidArgument(
+            f"carrier 'c10d' does not support algorithm {config.algorithm!r}; use 'sra'"
+        )
     if chooses_bits:
         raise InvalidArgument(
-            "carrier 'c10d' has no adaptive bits and no auto_bits: use carrier 'native'"
+            "carrier 'c10d' supports neither adaptive bits nor auto_bits: use carrier 'native'"
         )
 
 
 def by_hosts(config: Config) -> Config:
-    """Return a config whose algorithm does not follow from a message's size."""
+    """Return a config whose algorithm does not depend on the size of a message."""
     return replace(config, algorithm="by_hosts") if config.algorithm == "auto" else config
 
 
 def for_any_message(config: Config, rules: Rules) -> Config:
-    """Return a config by which a layer becomes the same in any message.
+    """Return a config with which a layer gets the same result in any message.
 
-    Where one layer cannot be cut, its message cannot: then none is.
+    If one layer cannot be cut into blocks, its message cannot; then no message is.
     """
     used = {config.compressor} | rules.compressors
     if config.algorithm == "by_hosts" and used & _UNCUT:
@@ -350,7 +396,7 @@ def for_any_message(config: Config, rules: Rules) -> Config:
 
 
 def ranks_of(group: dist.ProcessGroup | None) -> list[int]:
-    """Return the ranks of a group, None for the default one; none if torch does not list it."""
+    """Return the ranks of a group, None for the default one; [] if torch does not list it."""
     try:
         return dist.get_process_group_ranks(group)
     except (KeyError, ValueError):
@@ -358,5 +404,5 @@ def ranks_of(group: dist.ProcessGroup | None) -> list[int]:
 
 
 def rules_of(state: AveragingState) -> Rules:
-    """Return which layers travel otherwise."""
+    """Return the rules of a state."""
     return layers.process_rules() if state.rules is None else state.rules

@@ -1,8 +1,4 @@
-"""The backend "cgx" of torch.distributed.
-
-process_group.py: the backend, its options, compressed() and uncompressed(). groups.py: the
-communicator of any process group. launch.py: env:// under mpirun and srun. errors.py: exceptions.
-"""
+"""The backend "cgx" of torch.distributed, and the communicators of process groups."""
 
 from cgx_ops.torch.backend.process_group import BackendOptions, compressed, uncompressed
 

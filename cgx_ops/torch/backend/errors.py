@@ -1,7 +1,7 @@
-"""The exceptions of failures among ranks in PyTorch, one for each status of cgx.h.
+"""The exceptions of failed collectives in PyTorch.
 
-Each is a torch.distributed.DistBackendError and the exception that numpy's calls raise, so that
-programs decide by the type. In backward() torch raises a plain DistBackendError.
+Each derives from torch.distributed.DistBackendError and from the exception of the numpy API, so
+that programs can catch either. In backward() torch raises a plain DistBackendError.
 """
 
 import torch.distributed as dist
@@ -10,15 +10,15 @@ from cgx_ops import _torch_ops, errors
 
 
 class MismatchError(errors.MismatchError, dist.DistBackendError):
-    """Ranks called one collective with different arguments."""
+    """Ranks called a collective with different arguments."""
 
 
 class DeadlineExceeded(errors.DeadlineExceeded, dist.DistBackendError):
-    """A collective outlived its deadline; its communicator is closed."""
+    """A collective exceeded its deadline; its communicator is closed."""
 
 
 class PeerFailed(errors.PeerFailed, dist.DistBackendError):
-    """A peer died or gave up."""
+    """A peer died or aborted."""
 
 
 class Closed(errors.Closed, dist.DistBackendError):
@@ -26,7 +26,7 @@ class Closed(errors.Closed, dist.DistBackendError):
 
 
 class SystemFailure(errors.SystemFailure, dist.DistBackendError):
-    """MPI or the operating system refused."""
+    """MPI or the operating system returned an error."""
 
 
 _KINDS: dict[type[errors.CgxError], type[dist.DistBackendError]] = {
@@ -39,12 +39,12 @@ _KINDS: dict[type[errors.CgxError], type[dist.DistBackendError]] = {
 
 
 def register() -> None:
-    """Have the compiled part raise these. Once per process."""
+    """Make the binding raise these exceptions. Call once per process."""
     _torch_ops.make_errors_by(_from_status)
 
 
 def as_backend_error(error: errors.CgxError, text: str) -> dist.DistBackendError:
-    """Return the DistBackendError of this text that stands for an error of the core."""
+    """Return the DistBackendError for an error of the core, with this text."""
     return _KINDS.get(type(error), dist.DistBackendError)(text)
 
 

@@ -1,10 +1,8 @@
-"""The communicators of torch's process groups, whatever their backend.
+"""The communicators of torch's process groups, for any backend.
 
-A group of the backend "cgx" is made with its communicator, under the group's name. Any other group
-gets one over its own Store when cgx_ops is first asked for it: a collective call of its ranks.
-
-1. how a communicator is made over a Store
-2. which communicator a group has
+A group of the backend "cgx" is created with its communicator, under the group's name. Any other
+group gets a communicator over its Store in the first call that needs one, which is collective over
+its ranks.
 """
 
 import contextlib
@@ -24,14 +22,14 @@ from cgx_ops.torch._compat import parallel
 from cgx_ops.torch.backend import launch
 from cgx_ops.torch.backend.errors import as_backend_error
 
-# ---- 1. over a Store -----------------------------------------------------------------------------
+# ---- 1. communicators over a Store ---------------------------------------------------------------
 
 
 def own_store(store: parallel.Store, name: str, rank: int) -> parallel.Store:
-    """Return the part of a group's store that belongs to one communicator of this name.
+    """Return a part of a group's store that belongs to one communicator of this name.
 
-    A store may outlive its groups (torchrun's does), and with it what was stored for an earlier
-    group of this name. So ranks count how often they came here.
+    A store may outlive its groups, as torchrun's does, and then contains keys of an earlier group
+    of this name. So each rank counts its calls, and the count is part of the keys.
     """
     store = parallel.PrefixStore(f"{name}/cgx", store)
     return parallel.PrefixStore(str(store.add(f"made/{rank}", 1)), store)
@@ -40,9 +38,9 @@ def own_store(store: parallel.Store, name: str, rank: int) -> parallel.Store:
 def store_allgather(
     store: parallel.Store, rank: int, size: int, name: str, timeout: datetime.timedelta
 ) -> Gather:
-    """Return an allgather of small blobs over a Store, for the making of one communicator.
+    """Return an allgather of small blobs over a Store, to create one communicator.
 
-    The rounds have different keys. The last to read a round's blobs deletes them.
+    Each round has its own keys. The last rank that reads a round's blobs deletes them.
     """
     rounds = iter(range(2**31))
 
@@ -75,16 +73,16 @@ def connect(
     timeout: datetime.timedelta,
     transport: str | None,
 ) -> Communicator:
-    """Make the communicator of a group. Collective over its ranks.
+    """Create the communicator of a group. Collective over its ranks.
 
     Raises:
-        DistBackendError: its ranks cannot be connected, or one of them does not come.
+        DistBackendError: the ranks cannot be connected, or one of them does not arrive.
     """
     if launch.under_mpirun():
-        world.of_launcher()  # so that MPI is there for ranks on several hosts
+        world.of_launcher()  # starts MPI, for ranks on several hosts
     with contextlib.suppress(NotFound):
         old = Communicator.find(name)
-        if old.closed:  # it failed, and its group was not destroyed
+        if old.closed:  # its group failed and was not destroyed
             old.close()
     try:
         return Communicator.create(
@@ -98,18 +96,18 @@ def connect(
         )
     except Unsupported as error:
         raise dist.DistBackendError(
-            f"cgx, group '{name}': {error}. Where ranks cannot reach each other, use "
+            f"cgx, group '{name}': {error}. If ranks cannot reach each other, use "
             "init_process_group('gloo') (or 'nccl') and compress with carrier='c10d'"
         ) from error
     except CgxError as error:
         raise as_backend_error(error, f"cgx, group '{name}': {error}") from error
 
 
-# ---- 2. of a group -------------------------------------------------------------------------------
+# ---- 2. the communicator of a group --------------------------------------------------------------
 
 
 class _Slot:
-    """The communicator of one group, once it is known; the lock is held while it is made."""
+    """The communicator of one group once it exists; the lock is held while it is created."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -121,13 +119,13 @@ _slots_lock = threading.Lock()
 
 
 def register() -> None:
-    """Have operators, and init(), find the communicators of groups here. Once per process."""
+    """Let operators and init() find the communicators of groups here. Call once per process."""
     _torch_ops.find_groups_by(_id_of, _size_of)
     world.adopt_torch(lambda: communicator_of(parallel.group_or_default(None)))
 
 
 def _size_of(name: str) -> int:
-    """Return the number of a group's ranks; of all ranks for an empty name. Connects no group."""
+    """Return the size of a group, of all ranks for an empty name, without connecting it."""
     if not name and dist.is_initialized():
         return dist.get_world_size()
     group = parallel.group_by_name(name) if name else None
@@ -135,7 +133,7 @@ def _size_of(name: str) -> int:
 
 
 def _id_of(name: str) -> int:
-    """Return the id of a group's communicator; of all ranks for an empty name."""
+    """Return the id of a group's communicator, of all ranks for an empty name."""
     return _found(name).id
 
 
@@ -154,11 +152,11 @@ def _found(name: str) -> Communicator:
 
 
 def communicator_of(group: dist.ProcessGroup) -> Communicator:
-    """Return the communicator of a process group. Collective over its ranks the first time.
+    """Return the communicator of a process group. Collective over its ranks in the first call.
 
     Raises:
         InvalidArgument: torch.distributed does not list the group, so that it has no store.
-        DistBackendError: the ranks cannot be connected, or one of them does not come.
+        DistBackendError: the ranks cannot be connected, or one of them does not arrive.
     """
     slot = _slots.get(group)
     if slot is None:
@@ -177,7 +175,7 @@ def _find_or_make(group: dist.ProcessGroup) -> Communicator:
     if store is None:
         raise InvalidArgument(
             f"torch.distributed does not list the process group '{group.group_name}', so cgx_ops "
-            "cannot connect its ranks: make it with torch.distributed.new_group"
+            "cannot connect its ranks: create it with torch.distributed.new_group"
         )
     name = f"{dist.get_backend(group)}/{group.group_name}"
     rank, size = group.rank(), group.size()
@@ -190,7 +188,7 @@ def _find_or_make(group: dist.ProcessGroup) -> Communicator:
 
 
 def _close_stale(name: str) -> None:
-    """Close the communicator of an earlier group of this name that somebody still references."""
+    """Close the communicator of an earlier group of this name that is still referenced."""
     with contextlib.suppress(NotFound):
         Communicator.find(name).close()
 

@@ -1,14 +1,11 @@
-"""Processes that mpirun or srun started find each other without a line of configuration.
+"""Rendezvous without configuration for processes that mpirun or srun started.
 
-`init_process_group` looks for RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT before it calls a
-backend, and raises without them. So register() wraps torch's handler of "env://", which reads them:
-
-  1. the rank and the number of ranks, unless the call has them: from the launcher's variables
-  2. the address of rank 0: under mpirun the ranks agree on it over MPI; under srun it is the first
-     host of the step, at a port that follows from the job's number. MASTER_ADDR overrides both
-
-No environment variable is changed. Processes with RANK or WORLD_SIZE, as under torchrun, keep
-torch's handler.
+`init_process_group` requires RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT before it calls a
+backend. register() therefore wraps torch's handler of "env://", which reads them. The rank and the
+number of ranks come from the launcher's variables. The address of rank 0 is agreed on over MPI
+under mpirun; under srun it is the first host of the step, with a port derived from the job's
+number. MASTER_ADDR overrides both. No environment variable is changed. Processes with RANK or
+WORLD_SIZE, as under torchrun, use torch's handler.
 """
 
 import json
@@ -24,12 +21,12 @@ from cgx_ops._core.launchers import Place
 from cgx_ops.torch._compat import parallel
 
 _LAUNCHERS = ("mpirun", "srun")
-_NUMBERS = ("rank", "world_size")  # in the query of torch's URLs
+_NUMBERS = ("rank", "world_size")  # keys in torch's URLs
 _UNSET = "-1"
 
 
 def under_mpirun() -> bool:
-    """Return whether mpirun started this process, without torchrun in between."""
+    """Return whether mpirun started this process directly, without torchrun in between."""
     return launchers.place().launcher == "mpirun"
 
 
@@ -44,7 +41,7 @@ def register() -> None:
 def _by_launcher(env: parallel.Rendezvous, tcp: parallel.Rendezvous) -> parallel.Rendezvous:
     def handler(url: str, **options: Any) -> Iterator[Any]:
         place = launchers.place()
-        if place.launcher not in _LAUNCHERS:  # the program has set RANK and WORLD_SIZE since
+        if place.launcher not in _LAUNCHERS:  # the program set RANK and WORLD_SIZE after the import
             yield from env(url, **options)
             return
         query = complete_query(urlsplit(url).query, place)
@@ -59,11 +56,11 @@ def _by_launcher(env: parallel.Rendezvous, tcp: parallel.Rendezvous) -> parallel
 
 
 def complete_query(query: str, place: Place) -> str:
-    """Return the query of a URL of torch's with the launcher's numbers where it has none.
+    """Return the query of a torch URL, with missing numbers filled in from the launcher.
 
     Args:
         query: "rank=0&world_size=2", or a part of it; torch writes -1 for an unknown number.
-        place: of this process.
+        place: this process's rank and size according to the launcher.
     """
     given = dict(parse_qsl(query))
     numbers = zip(_NUMBERS, (place.rank, place.size), strict=True)
@@ -72,7 +69,7 @@ def complete_query(query: str, place: Place) -> str:
 
 
 def _agree() -> tuple[str, int]:
-    """Return rank 0's address, and a port that is free there now, or MASTER_PORT."""
+    """Return rank 0's address and MASTER_PORT, or a port that is free there now."""
     name = "cgx_ops.torch.backend.launch"
     ranks = world.of_launcher()
     hosts = [host.decode() for host in exchange(socket.gethostname().encode(), name, ranks)]

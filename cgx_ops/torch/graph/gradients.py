@@ -108,9 +108,7 @@ def _named(params: Any) -> tuple[list[str], list[torch.Tensor]]:
         raise TypeError(f"params is {params!r}; pass a tensor, or a list or a dict of tensors")
     for each, tensor in zip(names, tensors, strict=True):
         if not isinstance(each, str):
-            raise TypeError(
-                f"params: the key {each!r} is not a str; rules match by name"
-            )
+            raise TypeError(f"params: the key {each!r} is not a str; rules match by name")
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"params: '{each}' is {tensor!r}; it must be a tensor")
     return names, tensors

@@ -165,7 +165,7 @@ def what_cannot_be() -> None:
     model, state = hooked(network(), LEVELS)
     state.residuals.tensors["first.weight"] = torch.zeros(3)
     forward = model(images(RANK), spare=True).square().sum()
-    fails(Exception, "'first.weight' has 3 elements, its gradient 800", forward.backward)
+    fails(Exception, "'first.weight' has 3 elements, but its gradient has 800", forward.backward)
     # A rule's own compressor under feedback that was asked for.
     rules = Rules([("last", {"compressor": "sign"})])
     model, _ = hooked(network(), UNIFORM, rules=rules)
@@ -176,7 +176,7 @@ def what_cannot_be() -> None:
     forward = model(images(RANK), spare=True).square().sum()
     del ddp_models._known[model]
     gc.freeze()  # hides the model from the search for it
-    fails(Exception, "error feedback keeps residuals by layer", forward.backward)
+    fails(Exception, "error feedback stores residuals by layer", forward.backward)
 
 
 def unasked_over_the_backend() -> None:

@@ -345,7 +345,7 @@ def resumes_in_place() -> None:
             assert (restored.steps, restored.config, restored.seed) == (4, state.config, 5)
             train(again, range(4, 7), torch.optim.SGD(again.parameters(), 1e-4))
             same(dict(again.module.named_parameters()), dict(model.module.named_parameters()))
-    fails(ValueError, "give what state_dict() returned", lambda: state.load_state_dict({"a": 1}))
+    fails(ValueError, "pass what state_dict() returned", lambda: state.load_state_dict({"a": 1}))
 
 
 def two_models() -> None:

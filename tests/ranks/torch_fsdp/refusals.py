@@ -151,7 +151,7 @@ def shards_are_no_copies_to_average() -> None:
     ]
     for call in calls:
         model = sharded(Model())
-        refuses(lambda own=call, of=model: own(of), TypeError, "a DTensor, of which a rank has a")
+        refuses(lambda own=call, of=model: own(of), TypeError, "a DTensor, but averages need whole")
 
 
 CHECKS = [shards_are_no_copies_to_average]

@@ -298,7 +298,7 @@ def bad_input() -> None:
     sparse = nn.Parameter(torch.eye(4).to_sparse())
     fails(TypeError, "torch.sparse_coo; only dense", lambda: average(sparse))
     frozen = nn.Parameter(torch.zeros(4), requires_grad=False)
-    fails(InvalidArgument, "no parameter that requires", lambda: average(frozen))
+    fails(InvalidArgument, "no parameter requires a", lambda: average(frozen))
 
     averager = make(1, config=ONE_BIT)
     averager.average_parameters(network().parameters())

@@ -428,15 +428,15 @@ def bad_input() -> None:
         ({"fragment_sync_delay": 4}, "fragment_sync_delay is 4"),
         ({"fragment_update_alpha": 2}, "from 0 to 1"),
         ({"mean_over": "all"}, "mean_over is 'all'"),
-        ({"mean_over": "senders"}, "give Config(compressor='topk')"),
-        ({"mean_over": "senders", "config": replace(TOPK, error_feedback=False)}, "keeps back"),
+        ({"mean_over": "senders"}, "use Config(compressor='topk')"),
+        ({"mean_over": "senders", "config": replace(TOPK, error_feedback=False)}, "with error"),
         ({"carrier": "mpi"}, "carrier is 'mpi'"),
         ({"config": 4}, "config is 4"),
     ):  # fmt: skip
         fails(InvalidArgument, words, of(**options))
     fails(TypeError, "is torch.float64", lambda: make(network(torch.float64), sync_every=2))
     model.requires_grad_(False)
-    fails(InvalidArgument, "no parameter that requires", of())
+    fails(InvalidArgument, "no parameter requires a", of())
     model.requires_grad_(True)
     assert len(of(fragments=np.int64(2))().fragments) == 2
     loop = DiLoCo(model, sync_every=2)
