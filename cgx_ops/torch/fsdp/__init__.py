@@ -1,7 +1,8 @@
-"""FSDP2 in few bits: `fsdp.compress(model)`.
+"""Compressed collectives for FSDP2: gradients' reduce-scatter, and optionally weights' all-gather.
 
-hooks.py: compress() and its collectives; block.py: which parameters lie in a message; state.py:
-noise and checkpoints; feedback.py: residuals.
+`compress` sets them up for a model that `fully_shard` wrapped. `GRADIENTS` and `WEIGHTS` are the
+settings of QSDP: 8 bits in buckets of 1024, with randomly shifted grids for the weights. `LOCO` is
+the error feedback of LoCo.
 """
 
 from cgx_ops.torch.fsdp.feedback import LOCO, Feedback

@@ -1,6 +1,6 @@
-"""What lies in a rank's block of the messages of FSDP2: the parameters that are sharded together.
+"""The layout of FSDP2's messages: the parameters that are sharded together.
 
-1. Parameter: where it lies in all ranks' blocks, which depends on how many ranks there are
+1. Parameter: the position of a parameter in all ranks' blocks, which depends on the number of ranks
 2. Block: one group of parameters, as segments of a message
 """
 
@@ -23,13 +23,14 @@ from cgx_ops.torch.graph.work import DTYPES
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter in the blocks of its module's gradient, one block for each rank.
+    """The position of a parameter in the blocks of its module's gradient, one block for each rank.
 
     Attributes:
         name: in the model.
         shape: of the whole parameter.
-        dim: along which each rank gets a part of it, padded at the end.
-        first, numel: its elements in a block.
+        dim: the dimension that is divided among the ranks, padded at the end.
+        first: its first element in a block.
+        numel: number of its elements in a block.
     """
 
     name: str
@@ -44,14 +45,14 @@ class Parameter:
         return shape
 
     def cut_from(self, blocks: torch.Tensor) -> torch.Tensor:
-        """Return it, whole, of (ranks, elements of a block)."""
+        """Return the whole parameter from (ranks, elements of a block)."""
         ranks, shape = len(blocks), self._padded(len(blocks))
         shape[self.dim] //= ranks
         parts = blocks[:, self.first : self.first + self.numel].reshape(ranks, *shape)
         return torch.cat(parts.unbind(), self.dim).narrow(self.dim, 0, self.shape[self.dim])
 
     def put_into(self, blocks: torch.Tensor, whole: torch.Tensor) -> None:
-        """Write it, whole, to (ranks, elements of a block); what is padded there stays."""
+        """Write the whole parameter to (ranks, elements of a block), with zeros as padding."""
         padded = blocks.new_zeros(self._padded(len(blocks)))
         padded.narrow(self.dim, 0, self.shape[self.dim]).copy_(whole)
         parts = torch.stack(padded.chunk(len(blocks), self.dim)).flatten(1)
@@ -62,9 +63,9 @@ class Parameter:
 
 
 class Block:
-    """What lies in a rank's block of one group of parameters' messages, in one direction.
+    """One group of parameters in one direction: the segments of a rank's block of its messages.
 
-    Raises InvalidArgument if the group's ranks cannot communicate through cgx_ops.
+    Raises InvalidArgument if cgx_ops cannot connect the group's ranks.
     """
 
     def __init__(
@@ -81,37 +82,37 @@ class Block:
         ranks = parallel.fsdp_shard_group(group)
         if ranks is None:
             raise InvalidArgument(
-                f"the parameters of module '{name}' are replicated, not sharded: compress "
-                "their gradients' allreduce with cgx_ops.torch.BackendOptions(compress='all')"
+                f"the parameters of module '{name}' are replicated, not sharded: compress their "
+                "gradients' allreduce with cgx_ops.torch.BackendOptions(compress='all') instead"
             )
         communicator_of(ranks)
         self.ranks = ranks
 
     def gathered(self, numel: int, dtype: torch.dtype) -> list[Segment] | None:
-        """Return the segments of an all-gather; None: it must be exact."""
+        """Return the segments of an all-gather; None if it must be exact."""
         if not parallel.fsdp_gathers_shards(self._group):
-            return None  # parts of what was gathered: quantized once already
+            return None  # these values were gathered before, and are quantized already
         parameters = parallel.fsdp_parameters(self._group)
         if dtype not in DTYPES or not all(parameter.plain for parameter in parameters):
-            self._warn(f"its parameters are gathered exact: they travel as {dtype}")
+            self._warn(f"its parameters are gathered exact, because they are sent as {dtype}")
             return None
         return self._segments(parameters, numel)
 
     def reduced(self, numel: int, dtype: torch.dtype) -> list[Segment] | None:
-        """Return the segments of a reduce-scatter; None: it must be exact."""
+        """Return the segments of a reduce-scatter; None if it must be exact."""
         if dtype not in DTYPES:
-            self._warn(f"its gradients are reduced exact: they travel as {dtype}")
+            self._warn(f"its gradients are reduced exact, because they are sent as {dtype}")
             return None
         trainable = [p for p in parallel.fsdp_parameters(self._group) if p.trainable]
         return self._segments(trainable, numel)
 
     def complete(self, numel: int) -> bool:
-        """Tell whether the gradients of all trainable parameters are in a block of this size."""
+        """Return whether a block of this size has the gradients of all trainable parameters."""
         parameters = parallel.fsdp_parameters(self._group)
         return numel == sum(p.numel for p in parameters if p.trainable)
 
     def parameters(self) -> list[Parameter]:
-        """Return what lies in a block of complete gradients."""
+        """Return the parameters of a block with complete gradients."""
         found, first = [], 0
         for p in parallel.fsdp_parameters(self._group):
             if p.trainable:
@@ -120,7 +121,7 @@ class Block:
         return found
 
     def layers(self) -> tuple[list[str], list[Segment]]:
-        """Return the names of the trainable parameters, and how each travels."""
+        """Return the names of the trainable parameters, and their segments."""
         trainable = [p for p in parallel.fsdp_parameters(self._group) if p.trainable]
         numel = sum(p.numel for p in trainable)
         return [self._name_of(p) for p in trainable], self._segments(trainable, numel)
@@ -131,7 +132,7 @@ class Block:
     def _segments(
         self, parameters: Iterable[parallel.ShardedParameter], numel: int
     ) -> list[Segment]:
-        """Return one for each parameter; one for the whole block if it holds something else."""
+        """Return a segment for each parameter, or one for a block with other contents."""
         segments, offset = [], 0
         for p in parameters:
             name = self._name_of(p)
@@ -141,9 +142,9 @@ class Block:
         if offset == numel:
             return segments
         self._warn(
-            "some of its parameters got no gradient, so what travels is quantized as one run, with "
-            "what was to stay exact; set_reduce_scatter_unused_params(True) on the module prevents "
-            "this"
+            "some of its parameters got no gradient, so the message is quantized as a whole, "
+            "including parameters that should be exact. To prevent this, call "
+            "set_reduce_scatter_unused_params(True) on the module"
         )
         return [Segment(0, numel)]
 
@@ -155,6 +156,6 @@ class Block:
 
 
 def rows_of(blocks: torch.Tensor, segment: Segment, ranks: int) -> list[torch.Tensor]:
-    """Return what lies of a segment in each rank's block."""
+    """Return the part of a segment in each rank's block."""
     rows = blocks.view(ranks, -1)[:, segment.offset : segment.offset + segment.numel]
     return list(rows.unbind())

@@ -1,10 +1,7 @@
-"""Error feedback for FSDP2: what compression has lost of a module's gradients on this rank.
+"""Error feedback for FSDP2: the quantization errors of a module's gradients on this rank.
 
-In a reduce-scatter a rank loses of its own values only: its encoding of each other rank's block. So
-a residual is as long as all blocks together, which is the module's whole gradient.
-
-  1. Feedback: how residuals are kept: as they are, or as LoCo does it
-  2. Kept: residuals, by module; what a checkpoint of fsdp.State has of them
+In a reduce-scatter a rank quantizes only its own values, one block for each other rank. So a
+residual is as long as all blocks together, which is the module's whole gradient.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -23,24 +20,37 @@ from cgx_ops.torch.averaging.arithmetic import full_precision
 from cgx_ops.torch.averaging.residuals import Residuals
 from cgx_ops.torch.fsdp.block import Parameter
 
-# How residuals of 8 bits are kept: a byte a value, and 8 bytes for each bucket.
+# The format of 8-bit residuals: a byte for each value, and 8 bytes for each bucket.
 _EIGHT_BITS = Config(bits=8, bucket_size=512, rounding="nearest")
 
-# ---- 1. how --------------------------------------------------------------------------------------
+# ---- 1. settings ---------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Feedback:
-    """How residuals are kept between steps. The default gives nothing up.
+    """How residuals are stored between steps. The default stores them exactly.
 
-    `LOCO` is that of Xie, Lin, Toh, Zhou: LoCo, Low-Bit Communication Adaptor for Large-Scale Model
-    Training (2024): a quarter of the memory, and errors of single steps are averaged out.
+    `LOCO` follows Xie, Lin, Toh, Zhou: LoCo, Low-Bit Communication Adaptor for Large-Scale Model
+    Training (2024). It needs a quarter of the memory and averages the errors of steps.
+
+    Args:
+        bits: 32 stores residuals in the gradients' dtype; 8 in 8 bits, in buckets of 512.
+        average: share of the old residual in the new one, at least 0 and less than 1: a new
+            residual is average * residual + (1 - average) * error.
+        reset: number of steps after which residuals become zero. 0: never.
 
     Attributes:
-        bits: 32: in the gradients' dtype; 8: in 8 bits, in buckets of 512.
-        average: share of the old residual in the new one, at least 0 and less than 1: a residual
-            becomes average * residual + (1 - average) * what this step lost.
-        reset: it becomes zero after so many steps; 0: never.
+        bits: as the argument.
+        average: as the argument.
+        reset: as the argument.
+
+    Raises:
+        InvalidArgument: an argument is out of range.
+
+    Example:
+        >>> from cgx_ops.torch import fsdp
+        >>> fsdp.Feedback(bits=8, average=0.8, reset=1024) == fsdp.LOCO
+        True
     """
 
     bits: Literal[8, 32] = 32
@@ -58,6 +68,7 @@ class Feedback:
                 raise InvalidArgument(f"Feedback.{name} is {value!r}; it must be {accepted}")
 
 
+#: Error feedback of LoCo: residuals in 8 bits, averaged over steps, reset every 1024 steps.
 LOCO = Feedback(bits=8, average=0.8, reset=1024)
 
 
@@ -68,22 +79,22 @@ def _encoded(residual: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class _Module:
-    """A module's gradient: elements of as many blocks as there are ranks, and what lies in each."""
+    """A module's gradient: its size, one block for each rank, and the parameters in a block."""
 
     ranks: int
     numel: int
     parameters: Sequence[Parameter]
 
 
-# ---- 2. what -------------------------------------------------------------------------------------
+# ---- 2. residuals --------------------------------------------------------------------------------
 
 
 class Kept:
-    """The residuals of a model's modules on this rank, and how often each was used.
+    """The residuals of a model's modules on this rank, and the number of their uses.
 
-    By the module's name, in the layout of its last reduce-scatter; by each parameter's, those that
-    were consolidated, or whose parameters no longer get gradients, until a reduce-scatter of the
-    module lays them out.
+    A module's residual is stored under the module's name, in the layout of its last reduce-scatter.
+    Residuals that were consolidated, or whose parameters no longer get gradients, are stored under
+    the parameters' names until a reduce-scatter of the module merges them.
     """
 
     def __init__(self, feedback: Feedback) -> None:
@@ -99,14 +110,14 @@ class Kept:
         """Return a module's residual for a reduce-scatter, which changes it.
 
         Args:
-            name: of the module.
-            values: what is reduced and scattered.
-            ranks: that do so.
-            parameters: of the module, those that have residuals.
+            name: name of the module.
+            values: the input of the reduce-scatter.
+            ranks: number of ranks.
+            parameters: those of the module that have residuals.
         """
         self.residuals.claim(dist.get_rank(), dist.get_world_size())
         module = _Module(ranks, values.numel(), parameters)
-        if self._modules.get(name) != module:  # parameters were frozen, or others no longer are
+        if self._modules.get(name) != module:  # parameters were frozen or unfrozen
             self._cut(name)
         self._modules[name] = module
         self._lay_out(name, values)
@@ -117,7 +128,7 @@ class Kept:
 
     @full_precision()
     def put(self, name: str, lost: torch.Tensor) -> None:
-        """Keep what a reduce-scatter has made of what take() returned."""
+        """Store the residual from take() after a reduce-scatter has updated it."""
         feedback, share = self.feedback, self.feedback.average
         count = self.counts[name] = self.counts.get(name, 0) + 1
         known = self.residuals.tensors
@@ -139,7 +150,7 @@ class Kept:
         )
 
     def _lay_out(self, name: str, values: torch.Tensor) -> None:
-        """Make a module's residual of those of its parameters, where these were consolidated."""
+        """Merge consolidated residuals of parameters into their module's residual."""
         known = self.residuals.tensors
         module = self._modules[name]
         whole = [p for p in module.parameters if p.name in known]
@@ -151,13 +162,14 @@ class Kept:
             if found.numel() != parameter.shape.numel():
                 raise InvalidArgument(
                     f"the residual of parameter '{parameter.name}' has {found.numel()} elements, "
-                    f"the parameter {parameter.shape.numel()}: the state is another model's"
+                    f"but the parameter has {parameter.shape.numel()}: the state belongs to "
+                    "another model"
                 )
             parameter.put_into(residual.view(module.ranks, -1), found.view(parameter.shape))
         known[name] = residual.to(values.dtype) if self.feedback.bits == 32 else _encoded(residual)
 
     def _cut(self, name: str) -> None:
-        """Make a module's residual, if it has one, those of its parameters."""
+        """Split a module's residual, if it has one, into those of its parameters."""
         known = self.residuals.tensors
         if name not in known:
             return
@@ -169,20 +181,20 @@ class Kept:
         del known[name]
 
     def consolidate(self) -> None:
-        """Make them the mean over all ranks, by parameter. Collective.
+        """Replace residuals by their mean over all ranks, by parameter. Collective.
 
         Raises:
-            InvalidArgument: ranks have residuals of other parameters.
+            InvalidArgument: ranks have residuals of different parameters.
         """
         for name in self._modules:
             self._cut(name)
         self.residuals.consolidate(group_or_default(None))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint has; residuals under a key of this rank's own."""
+        """Return the state for a checkpoint; residuals are under a key of this rank."""
         place = dist.get_rank(), dist.get_world_size()
         saved = self.residuals.saved(*place, per_rank=True)
-        # Lists: torch.distributed.checkpoint would ask for the keys that these dicts have now.
+        # Lists: torch.distributed.checkpoint would require the current keys of these dicts.
         counts, modules = list(self.counts.items()), list(self._modules.items())
         return {
             "feedback": self.feedback, "counts": counts, "modules": modules, "residuals": saved
@@ -191,21 +203,21 @@ class Kept:
     def load_state_dict(
         self, state_dict: Mapping[str, Any], modules: Collection[str], parameters: Collection[str]
     ) -> None:
-        """Continue where the state was that state_dict() was called of.
+        """Restore the state from what state_dict() returned.
 
         Args:
             state_dict: what it returned.
-            modules: whose parameters are sharded together here.
-            parameters: of the model. The residual of a module that is none of these, or has other
-                parameters, is split into those of its parameters.
+            modules: names of the modules whose parameters are sharded together here.
+            parameters: names of the model's parameters. The residual of a module that does not
+                exist here, or has other parameters, is split by parameter.
 
         Raises:
-            InvalidArgument: residuals that were kept in another way, or are another rank's.
+            InvalidArgument: the residuals are stored differently, or belong to another rank.
         """
         if state_dict["feedback"] != self.feedback:
             raise InvalidArgument(
-                f"the checkpoint has {state_dict['feedback']}, fsdp.compress() was given "
-                f"{self.feedback}: give it the same"
+                f"the checkpoint has {state_dict['feedback']}, but fsdp.compress() was called with "
+                f"{self.feedback}: use the same feedback"
             )
         self.residuals = Residuals.restored(state_dict["residuals"])
         self.counts = dict(state_dict["counts"])

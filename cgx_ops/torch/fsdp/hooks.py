@@ -1,28 +1,9 @@
-"""FSDP2: gradients' reduce-scatter, and if asked parameters' all-gather, in a few bits.
-
-    from torch.distributed.fsdp import fully_shard
-    from cgx_ops.torch import fsdp
-
-    dist.init_process_group("cgx")
-    for block in model.layers:
-        fully_shard(block)
-    fully_shard(model)
-    state = fsdp.compress(model, weights=fsdp.WEIGHTS)  # without `weights`: gradients only
+"""Compressed FSDP2 collectives, installed through FSDP2's custom communication.
 
 The method is QSDP (Markov, Vladu, Guo, Alistarh: Quantized Distributed Training of Large Models
-with Convergence Guarantees, ICML 2023): every rank keeps and updates its exact shard; what is
-gathered, for forward and again for backward, is the shard quantized without bias by randomly
-shifted grids; gradients are rounded stochastically; one-dimensional parameters (biases, norms)
-travel exact. QSDP's defaults are 8 bits for both, in buckets of 1024.
-
-Gradients by a biased compressor, such as Config(bits=1, compressor="levels"), have error feedback
-(feedback.py). With planner.AdaptiveBits the bits of each parameter's gradient follow it
-(averaging/adaptation.py).
-
-Phases: compress() puts an all-gather and a reduce-scatter of ours into every module that
-fully_shard wrapped (FSDP2's custom communication); these divide a rank's block into the parameters
-that lie in it (block.py), each with its buckets; State numbers the noise, and holds
-residuals (state.py).
+with Convergence Guarantees, ICML 2023). Every rank stores and updates its exact shard. Forward and
+backward gather the shards, quantized without bias by randomly shifted grids. Gradients are rounded
+stochastically. One-dimensional parameters (biases, norms) are sent exact.
 """
 
 import functools
@@ -52,10 +33,12 @@ from cgx_ops.torch.fsdp.feedback import Feedback
 from cgx_ops.torch.fsdp.state import State
 from cgx_ops.torch.graph.work import or_refuse, start
 
+#: Settings of QSDP for gradients: 8 bits in buckets of 1024.
 GRADIENTS = Config(bits=8, bucket_size=1024)
+#: Settings of QSDP for weights: 8 bits in buckets of 1024, with randomly shifted grids.
 WEIGHTS = Config(bits=8, bucket_size=1024, rounding="shift")
 
-# What FSDP asks of a reduce-scatter; PREMUL_SUM is a sum that a factor of its own scales.
+# Reductions that FSDP uses; PREMUL_SUM is a sum that is scaled by a factor.
 _OPS: dict[str, Op] = {"SUM": "sum", "AVG": "avg", "PREMUL_SUM": "sum"}
 
 
@@ -69,39 +52,52 @@ def compress(
     adaptive: AdaptiveBits | None = None,
     seed: int = 0,
 ) -> State:
-    """Have the collectives of every module inside `model` that fully_shard wrapped compressed.
+    """Compress the collectives of every module in a model that `fully_shard` wrapped.
 
-    Call it after the last fully_shard, on every rank alike; again to change what it set. Parameters
-    are float32, float16 or bfloat16, as MixedPrecisionPolicy has them, on the CPU or a GPU (if
-    cgx_ops is built with CUDA); with another
-    dtype, or gathered by a tensor subclass's own means, they travel exact, with a warning.
+    Call it on all ranks after the last fully_shard. Call it again to change the settings.
+    Parameters may be float32, float16 or bfloat16, also through MixedPrecisionPolicy, on the CPU,
+    or on a GPU if cgx_ops was built with CUDA. Parameters of other dtypes, and tensor subclasses
+    that gather themselves, are sent exact, with a warning.
 
     Args:
-        model: holds FSDPModules, or is one.
-        gradients: how they travel to be reduced; None: exact. Of Config all but the algorithm,
-            gather_bits and intra_bits counts; "threshold" cannot be cut.
-        weights: how they travel to be gathered; `WEIGHTS` for QSDP's; None: exact. Rounding to
-            nearest biases training: use "shift" or "stochastic".
-        rules: cgx_ops.Rules: settings of parameters by their names in `model`, in each direction
-            that is not None. None: Rules(), by which parameters of at most one dimension are sent
-            exact. Equal on all ranks. Rules of exclude_layer() apply to DistributedDataParallel
-            alone.
-        feedback: how residuals of gradients are kept, such as `LOCO`. None: Feedback(), where
-            gradients.keeps_residuals says that there are any. On the CPU only.
-        adaptive: a planner.AdaptiveBits has the bits of each parameter's gradient follow it, at the
-            error of gradients.bits; those whose bits follow from `rules` keep them. Measured on the
-            host. Where all ranks share all shards only.
-        seed: of the noise.
+        model: a module that contains FSDPModules, or is one.
+        gradients: settings of the gradients' reduce-scatter. None: exact. The fields algorithm,
+            gather_bits and intra_bits are ignored; compressor "threshold" is not supported.
+        weights: settings of the weights' all-gather, for example `WEIGHTS`. None: exact. Use
+            rounding "shift" or "stochastic", because rounding to nearest biases training.
+        rules: settings of parameters by name, for both directions. None: `Rules()`, which sends
+            biases and other one-dimensional parameters exact. `cgx_ops.torch.exclude_layer` and
+            similar functions have no effect on FSDP2. Equal on all ranks.
+        feedback: how residuals of gradients are stored, for example `LOCO`. None: `Feedback()` if
+            `gradients.keeps_residuals` is True. CPU only.
+        adaptive: a `cgx_ops.planner.AdaptiveBits` that adapts the bits of each parameter's
+            gradient, with the error of gradients.bits. Parameters whose bits a rule sets keep them.
+            Measured on the host. All modules must be sharded over all ranks.
+        seed: seed of random rounding, 0 or more.
 
     Returns:
-        The state of the noise and residuals: save it with each checkpoint for a continuation that
-        is the same to the bit.
+        The state of noise and residuals. Save it with each checkpoint, so that a resumed run
+        continues bit for bit.
 
     Raises:
-        InvalidArgument (a ValueError): no module is wrapped, or one is only replicated; a process
-            group has no communicator of cgx_ops; feedback for gradients that travel exact, or with
-            which it does not converge. ValueError: a module shards its parameters over several
-            meshes. TypeError: gradients or weights is not a Config, or rules is not a Rules.
+        InvalidArgument: no module is wrapped, a module is only replicated, cgx_ops cannot connect a
+            process group, or `feedback` or `adaptive` does not fit `gradients`.
+        ValueError: a module shards its parameters over several meshes.
+        TypeError: `gradients` or `weights` is not a Config, or `rules` is not a Rules.
+
+    Example:
+        >>> import torch
+        >>> import torch.distributed as dist
+        >>> from torch.distributed.device_mesh import init_device_mesh
+        >>> from torch.distributed.fsdp import fully_shard
+        >>> from cgx_ops.torch import fsdp
+        >>> dist.init_process_group("cgx", store=dist.HashStore(), rank=0, world_size=1)
+        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 8))
+        >>> model = fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+        >>> state = fsdp.compress(model, weights=fsdp.WEIGHTS)
+        >>> model(torch.ones(8, 64)).sum().backward()
+        >>> checkpoint = state.state_dict()  # save it beside model and optimizer
+        >>> dist.destroy_process_group()
     """
     for role, config in (("gradients", gradients), ("weights", weights)):
         if not isinstance(config, Config | None):
@@ -118,14 +114,14 @@ def compress(
     known = [layer_name(name) for name, _ in every]
     gathered.warn_of_unmatched(known)
     if gradients is None and weights is not None:
-        # Ours all the same: a reduction tells that weights were used, and need new noise.
+        # Install ours anyway: a reduction shows that the weights were used and need new noise.
         gradients, reduced = Config(bits=EXACT_BITS), Rules()
     if gradients is not None:
         require_feedback(gradients)
     if feedback is not None:
         if gradients is None:
-            raise InvalidArgument("feedback is given, and gradients travel exact: leave it out")
-        gradients = replace(gradients, error_feedback=True)  # refuses what does not converge
+            raise InvalidArgument("feedback has no effect on exact gradients: leave it out")
+        gradients = replace(gradients, error_feedback=True)  # raises if it does not converge
     elif gradients and any(
         reduced.of(layer_name(name), p.dim(), gradients).keeps_residuals for name, p in every
     ):
@@ -133,12 +129,12 @@ def compress(
     if adaptive is not None:
         if gradients is None or gradients.bits == EXACT_BITS:
             raise InvalidArgument(
-                "adaptive bits need gradients of less than 32, whose error they keep"
+                "adaptive bits need gradients with less than 32 bits: they set the error"
             )
         adaptive.check(gradients)
     state = State(feedback, adaptive, checked_seed(seed))
     state.parameters = set(known)
-    # Modules that were wrapped together have one group, which goes by the last one's name.
+    # Modules that were wrapped together share a group, which has the last one's name.
     groups = {
         group: (name, module)
         for name, module in wrapped.items()
@@ -165,7 +161,7 @@ def compress(
     if adaptive is not None and not state.everywhere:
         raise InvalidArgument(
             "adaptive bits: modules are sharded over some of the ranks only, which would choose "
-            "others for the same parameters: leave `adaptive` out"
+            "different bits for the same parameters: leave `adaptive` out"
         )
     return state
 
@@ -178,12 +174,12 @@ def _report(blocks: Sequence[Block], config: Config) -> None:
 
 
 def _plain(communication: Any) -> Any:
-    """Return what was there before compress()."""
+    """Return the communication that was installed before compress()."""
     return communication.plain if isinstance(communication, _Custom) else communication
 
 
 class _Custom:
-    """A collective that FSDP calls for one group of parameters."""
+    """A custom collective that FSDP calls for one group of parameters."""
 
     def __init__(self, block: Block, config: Config, state: State, plain: Any) -> None:
         self.plain = plain
@@ -206,20 +202,20 @@ class _AllGather(_Custom):
         segments = self._block.gathered(input_tensor.numel(), input_tensor.dtype)
         if segments is None:
             return self.plain(output_tensor, input_tensor, group, async_op)
-        # On the CPU even if it need not be asynchronous: FSDP waits for a Work where it uses the
-        # weights, and that is all that lets a prefetched gather overlap with computation. On a GPU
-        # the current stream is one that FSDP has for it.
+        # Asynchronous on the CPU in any case: FSDP waits for the Work where it uses the weights, so
+        # that a prefetched gather overlaps with computation. On a GPU the current stream is one
+        # that FSDP uses for gathers.
         asynchronous = async_op or input_tensor.device.type == "cpu"
         name = f"fsdp/all_gather/{self._block.name}"
         work = start(
             communicator_of(group),
             "all_gather",
-            input_tensor.clone(),  # FSDP's is a part of the output
+            input_tensor.clone(),  # FSDP's input is a part of the output
             output_tensor,
             self._config,
             segments=segments,
             seed=self._state.weights_seed(name),
-            noise_rank=group.rank(),  # so that replicas get the same
+            noise_rank=group.rank(),  # so that replicas get the same noise
             name=name,
             asynchronous=asynchronous,
         )
@@ -244,8 +240,8 @@ class _ReduceScatter(_Custom):
         kind = getattr(op, "op", op).name
         if kind not in _OPS:
             raise InvalidArgument(
-                f"module '{self._block.name}' reduces gradients by {kind}; "
-                "with compression it must be a sum, an average or a sum times a factor"
+                f"module '{self._block.name}' reduces gradients by {kind}; with compression it "
+                "must be a sum, an average or a scaled sum"
             )
         name = f"fsdp/reduce_scatter/{self._block.name}"
         comm, given = communicator_of(group), segments
@@ -259,7 +255,7 @@ class _ReduceScatter(_Custom):
         used = [segment.config or self._config for segment in segments]
         kept, residual, residuals = self._state.kept, None, None
         keeps = [each.keeps_residuals for each in used]
-        # Where gradients are missing, nobody knows whose a residual would be: it waits.
+        # If gradients are missing, a residual cannot be assigned to parameters, so skip it.
         if kept is not None and any(keeps) and complete:
             own = [p for p, keep in zip(self._block.parameters(), keeps, strict=True) if keep]
             with or_refuse(comm, name):
@@ -296,7 +292,7 @@ class _ReduceScatter(_Custom):
             asynchronous=False,
             residuals=residuals,
         )
-        work.wait()  # FSDP uses the output at once, on a GPU on the current stream
+        work.wait()  # FSDP uses the output immediately, on a GPU on the current stream
         if kept is not None and residual is not None:
             kept.put(self._block.name, residual)
         if kind == "PREMUL_SUM":

@@ -1,7 +1,4 @@
-"""State of FSDP2's compressed collectives: which noise comes next, residuals, bits that adapt.
-
-What a checkpoint needs besides model and optimizer.
-"""
+"""State of FSDP2's compressed collectives: noise, residuals and adaptive bits, for checkpoints."""
 
 import copy
 from typing import Any
@@ -21,14 +18,35 @@ from cgx_ops.torch.fsdp.feedback import Feedback, Kept
 
 
 class State:
-    """Which noise comes next, and residuals: what a checkpoint needs besides model and optimizer.
+    """State of the compressed collectives of an FSDP2 model, to be saved with each checkpoint.
 
-    Equal on all ranks, but for residuals. It has the state_dict() and load_state_dict() that
-    torch.distributed.checkpoint asks for, and pickles.
+    `cgx_ops.torch.fsdp.compress` creates it. torch.distributed.checkpoint and pickle accept it.
+    Everything except residuals is equal on all ranks.
 
-    Weights get new noise in the first forward after a backward. Until then every gather of theirs
-    sees the same noise, so backward and recomputed activations use forward's weights, and so do
-    evaluations. Gradients get new noise in every reduction.
+    Weights get new noise in the first forward after a backward. Until then every all-gather uses
+    the same noise, so that forward, backward, recomputed activations and evaluations use the same
+    weights. Gradients get new noise in every reduction.
+
+    Args:
+        feedback: how residuals are stored. None: no error feedback.
+        adaptive: the adaptive bits, or None.
+        seed: seed of random rounding.
+
+    Attributes:
+        adaptive: the adaptive bits, or None.
+
+    Example:
+        >>> import torch
+        >>> import torch.distributed as dist
+        >>> from torch.distributed.device_mesh import init_device_mesh
+        >>> from torch.distributed.fsdp import fully_shard
+        >>> from cgx_ops.torch import fsdp
+        >>> dist.init_process_group("cgx", store=dist.HashStore(), rank=0, world_size=1)
+        >>> model = fully_shard(torch.nn.Linear(64, 64), mesh=init_device_mesh("cpu", (1,)))
+        >>> state = fsdp.compress(model)
+        >>> saved = state.state_dict()
+        >>> state.load_state_dict(saved)
+        >>> dist.destroy_process_group()
     """
 
     def __init__(
@@ -41,27 +59,30 @@ class State:
         self.kept = None if feedback is None else Kept(feedback)
         self.adaptive = adaptive
         self.everywhere = True
-        self.trained: set[str] = set()  # modules with gradients to reduce
-        self.modules: set[str] = set()  # whose parameters are sharded together
-        self.parameters: set[str] = set()  # of the model
+        self.trained: set[str] = set()  # names of modules with gradients to reduce
+        self.modules: set[str] = set()  # names of modules, one for each sharded group
+        self.parameters: set[str] = set()  # names of the model's parameters
         self._adaptation: Adaptation | None = None
         self._steps = -1
-        self._reduced: set[str] = set()  # modules, in this step
+        self._reduced: set[str] = set()  # names of modules reduced in this step
         self._draws = 0
         self._reductions = 0
-        self._used = False  # a backward used this draw
+        self._used = False  # whether a backward used this draw
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what pickles have: nothing that belongs to this process."""
+        """Return the attributes for pickles, without those of this process."""
         if self._adaptation is not None:
             self._adaptation.settle()
         return self.__dict__ | {"_adaptation": None}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return it by name: integers, and with error feedback this rank's residuals (copied).
+        """Return the state for a checkpoint: counts, and with error feedback this rank's residuals.
 
-        With adaptive bits it waits for averages on their way, and is collective after a step that
-        left modules out: call it on all ranks.
+        With adaptive bits, it waits for pending averages. It is then collective after a step that
+        did not use all modules, so call it on all ranks.
+
+        Returns:
+            The state by name, with copies of the residuals.
         """
         saved: dict[str, Any] = {"draws": self._draws, "reductions": self._reductions}
         saved["used"] = int(self._used)
@@ -74,22 +95,25 @@ class State:
         return saved
 
     def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None:
-        """Continue where the State was that state_dict() was called of.
+        """Restore the state from what `state_dict` returned.
 
         Args:
-            state_dict: what it returned.
-            strict: False: drop residuals of layers that the model does not have, with a warning.
+            state_dict: what `state_dict` returned, on this rank or through
+                torch.distributed.checkpoint.
+            strict: True: raise if there are residuals of layers that the model does not have.
+                False: drop them with a warning.
 
         Raises:
-            InvalidArgument: it has residuals and this has not, or the reverse, or they are those of
-                another rank or kept in another way, or of layers that the model does not have.
+            InvalidArgument: error feedback or adaptive bits differ from the checkpoint's, or the
+                residuals are another rank's, are stored differently, or belong to layers that the
+                model does not have.
         """
         for key, what in (("kept", "error feedback"), ("adaptive", "adaptive bits")):
             has = getattr(self, key) is not None
             if has != (key in state_dict):
                 raise InvalidArgument(
                     f"the checkpoint was made {'without' if has else 'with'} {what}: call "
-                    "fsdp.compress() as it was called there"
+                    "fsdp.compress() with the same arguments as for the checkpoint"
                 )
         kept, adaptive = None, copy.deepcopy(state_dict.get("adaptive"))
         by_layer: list[dict[str, Any]] = []
@@ -111,26 +135,34 @@ class State:
         self._used = bool(state_dict["used"])
 
     def consolidate(self) -> None:
-        """Make residuals the mean over the ranks, equal everywhere, by parameter. Collective.
+        """Replace residuals by their mean over the ranks, by parameter. Collective.
 
-        What is saved then can be loaded on any number of ranks: the correction that is pending is
-        the same. By torch.distributed.checkpoint load it into a new state of which consolidate()
-        was called too. The next backward makes residuals each rank's own again.
+        A checkpoint that is saved afterwards can be loaded on any number of ranks; the pending
+        correction is unchanged. To load it with torch.distributed.checkpoint, call `consolidate` on
+        the new state, too, before the load. The next backward makes residuals different across
+        ranks again.
 
         Raises:
-            InvalidArgument: ranks have residuals of other parameters, or parameters that not all
-                ranks share.
+            InvalidArgument: ranks have residuals of different parameters, or modules are sharded
+                over some of the ranks only.
         """
         if not self.everywhere:
             raise InvalidArgument(
                 "consolidate: modules are sharded and replicated over some of the ranks only, so "
-                "residuals of others' parameters would be mixed: save each rank's own"
+                "residuals of different parameters would be mixed: save each rank's own"
             )
         if self.kept is not None:
             self.kept.consolidate()
 
     def weights_seed(self, name: str) -> int:
-        """Return the seed of the gather that begins now. Replicas of a shard get the same."""
+        """Return the seed of an all-gather; replicas of a shard get the same.
+
+        Args:
+            name: name of the collective.
+
+        Returns:
+            The seed.
+        """
         if parallel.in_backward():
             self._used = True
         elif self._used:
@@ -141,9 +173,17 @@ class State:
     def adaptation(
         self, block: Block, communicator: Communicator, config: Config
     ) -> Adaptation | None:
-        """Return what has the bits of a block's gradients, before they are reduced.
+        """Return the adaptation of a block's bits, before its gradients are reduced.
 
-        A step begins with the first module that comes again.
+        A step starts with the first module that comes a second time.
+
+        Args:
+            block: the block.
+            communicator: its ranks.
+            config: settings of the gradients.
+
+        Returns:
+            The adaptation; None without adaptive bits.
         """
         if self.adaptive is None:
             return None
@@ -158,11 +198,19 @@ class State:
 
     @property
     def ends_a_step(self) -> bool:
-        """Whether the module whose gradients are reduced is the last one of its step."""
+        """Whether the module whose gradients are being reduced is the last one of its step."""
         return self._reduced == self.trained
 
     def gradients_seed(self, name: str, *, shared: bool = False) -> int:
-        """Return the seed of the reduction that begins now; shared: the same on all ranks."""
+        """Return the seed of a reduction that is about to start.
+
+        Args:
+            name: name of the collective.
+            shared: whether all ranks get the same seed.
+
+        Returns:
+            The seed.
+        """
         self._used = True
         self._reductions += 1
         owner = "all ranks" if shared else f"rank {dist.get_rank()}"

@@ -303,7 +303,7 @@ def what_was_loaded_is_consolidated_alike() -> None:
 def bad_feedback() -> None:
     model = sharded(Model())
     for config, words in (
-        (None, "gradients travel exact"),
+        (None, "no effect on exact gradients"),
         (EXACT, "there is no quantization error"),
         (Config(compressor="sign"), "a vote has no magnitude"),
     ):
@@ -317,7 +317,9 @@ def bad_feedback() -> None:
     refuses(
         lambda: state.load_state_dict(fsdp.compress(model).state_dict()), InvalidArgument, "without"
     )
-    refuses(lambda: other.load_state_dict(state.state_dict()), InvalidArgument, "give it the same")
+    refuses(
+        lambda: other.load_state_dict(state.state_dict()), InvalidArgument, "use the same feedback"
+    )
 
 
 def compressors_by_rule() -> None:
