@@ -1,9 +1,6 @@
-"""SaveHookState: a callback by which Lightning's checkpoints hold the communication hook's state.
+"""SaveHookState: a callback that adds the communication hook's state to Lightning's checkpoints.
 
-    trainer = lightning.Trainer(strategy=DDPStrategy(process_group_backend="cgx"),
-                                callbacks=[SaveHookState()], ...)
-
-Lightning saves no state of communication hooks. Nothing else of cgx_ops imports Lightning.
+Lightning does not save it. No other module of cgx_ops imports Lightning.
 """
 
 # pyright: reportMissingImports=false
@@ -15,11 +12,23 @@ from cgx_ops.torch.integrations import trainer_state
 
 
 class SaveHookState(pl.Callback):
-    """Save and restore the state of the hook of cgx_ops, so that a resumed run has the same bits.
+    """Lightning callback that saves the hook's state, so that a run resumes bit for bit.
 
-    The checkpoint is one for all ranks: residuals, if there are any, are made their mean over the
-    ranks when it is saved, and it loads on any number of ranks. A model without a hook of cgx_ops
-    has no state; nothing happens then.
+    The checkpoint is the same for all ranks and loads on any number of ranks: on saving, residuals,
+    if there are any, are replaced by their mean over the ranks. For a model without a hook of
+    cgx_ops, the callback does nothing.
+
+    Example:
+        Pass the callback to the trainer. Nothing else is needed:
+
+        >>> import lightning.pytorch as pl
+        >>> from lightning.pytorch.strategies import DDPStrategy
+        >>> from cgx_ops.torch.integrations.lightning import SaveHookState
+        >>> trainer = pl.Trainer(
+        ...     accelerator="cpu",
+        ...     strategy=DDPStrategy(process_group_backend="cgx"),
+        ...     callbacks=[SaveHookState()],
+        ... )
     """
 
     def __init__(self) -> None:
@@ -28,7 +37,13 @@ class SaveHookState(pl.Callback):
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Add the state to a checkpoint: Lightning calls this on all ranks."""
+        """Add the state to a checkpoint. Lightning calls this on all ranks.
+
+        Args:
+            trainer: the trainer.
+            pl_module: the module.
+            checkpoint: the checkpoint, which gets the key "cgx_ops".
+        """
         state = trainer_state.save_for_all_ranks(trainer.strategy.model)
         if state is not None:
             checkpoint["cgx_ops"] = state
@@ -36,11 +51,22 @@ class SaveHookState(pl.Callback):
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Keep the state until the model is wrapped."""
+        """Read the state from a checkpoint, for on_train_start().
+
+        Args:
+            trainer: the trainer.
+            pl_module: the module.
+            checkpoint: the checkpoint.
+        """
         self._restored = checkpoint.get("cgx_ops")
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Restore it."""
+        """Restore the state, after Lightning has wrapped the model.
+
+        Args:
+            trainer: the trainer.
+            pl_module: the module.
+        """
         if self._restored is not None:
             trainer_state.restore(trainer.strategy.model, self._restored)
         self._restored = None

@@ -1,6 +1,6 @@
-"""What callbacks of trainers share: the state of a model's hook in one checkpoint for all ranks.
+"""Save and restore the state of a model's hook in one checkpoint for all ranks.
 
-Without DistributedDataParallel, as trainers go on one device, there is none, and no need of one.
+Models without DistributedDataParallel, as trainers use on one device, have no state.
 """
 
 from typing import Any
@@ -13,9 +13,15 @@ from cgx_ops.torch.ddp.state import HookState
 
 
 def save_for_all_ranks(model: object) -> dict[str, Any] | None:
-    """Return what a checkpoint of any rank is to hold. Collective.
+    """Return the hook's state for a checkpoint that any rank can load. Collective.
 
-    Residuals, if there are any, become their mean over the ranks, here too.
+    Residuals, if there are any, become their mean over the ranks, also in the model.
+
+    Args:
+        model: a DistributedDataParallel, or another model.
+
+    Returns:
+        The state; None if the model has no hook of cgx_ops.
     """
     state = _state_of(model)
     if state is None:
@@ -26,7 +32,12 @@ def save_for_all_ranks(model: object) -> dict[str, Any] | None:
 
 
 def restore(model: object, saved: dict[str, Any]) -> None:
-    """Continue with what save_for_all_ranks() returned, on any number of ranks."""
+    """Restore what save_for_all_ranks() returned, on any number of ranks.
+
+    Args:
+        model: a DistributedDataParallel, or another model.
+        saved: what save_for_all_ranks() returned.
+    """
     if (state := _state_of(model)) is not None:
         state.load_state_dict(saved)
 

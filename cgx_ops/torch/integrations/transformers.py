@@ -1,12 +1,9 @@
-"""SaveHookState: a callback that saves the communication hook's state beside Trainer's checkpoints.
+"""SaveHookState: a callback that saves the communication hook's state with Trainer's checkpoints.
 
-    trainer = transformers.Trainer(...)
-    trainer.add_callback(cgx_ops.torch.integrations.transformers.SaveHookState(trainer))
-
-Trainer saves no state of communication hooks. Nothing else of cgx_ops imports transformers.
+Trainer does not save it. No other module of cgx_ops imports transformers.
 """
 
-# Where transformers is not installed pyright takes this file for it.
+# Without transformers, pyright resolves the import to this file.
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 from pathlib import Path
 from typing import Any
@@ -18,16 +15,28 @@ from cgx_ops.torch.integrations import trainer_state
 
 
 class SaveHookState(transformers.TrainerCallback):
-    """Save and restore the state of the hook of cgx_ops, so that a resumed run has the same bits.
+    """Trainer callback that saves the hook's state, so that a run resumes bit for bit.
 
-    The file, cgx_ops.pt in the folder of the checkpoint, is one for all ranks: residuals, if there
-    are any, are made their mean over the ranks when it is saved, and it loads on any number of
-    ranks. A checkpoint is looked for in `output_dir`, by the number of its step. A model without a
-    hook of cgx_ops has no state; nothing happens then.
+    The file `cgx_ops.pt` in the checkpoint's folder is the same for all ranks and loads on any
+    number of ranks: on saving, residuals, if there are any, are replaced by their mean over the
+    ranks. On resuming, the callback looks in `output_dir` for the checkpoint of the current step.
+    For a model without a hook of cgx_ops, the callback does nothing.
 
     Args:
-        trainer: to which the callback is added: callbacks see the model only as it was before
-            DistributedDataParallel.
+        trainer: the trainer that the callback is added to. Callbacks otherwise see the model
+            without DistributedDataParallel.
+
+    Example:
+        >>> import tempfile
+        >>> import torch
+        >>> import transformers
+        >>> from cgx_ops.torch.integrations.transformers import SaveHookState
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     trainer = transformers.Trainer(
+        ...         model=torch.nn.Linear(8, 1),
+        ...         args=transformers.TrainingArguments(folder, use_cpu=True, report_to=[]),
+        ...     )
+        ...     trainer.add_callback(SaveHookState(trainer))
     """
 
     def __init__(self, trainer: transformers.Trainer) -> None:
@@ -40,9 +49,15 @@ class SaveHookState(transformers.TrainerCallback):
         control: transformers.TrainerControl,
         **_: Any,
     ) -> None:
-        """Write the state; Trainer calls this on all ranks."""
+        """Write the state. Trainer calls this on all ranks.
+
+        Args:
+            args: the training arguments.
+            state: Trainer's state, whose step names the checkpoint.
+            control: unused.
+        """
         hook = trainer_state.save_for_all_ranks(self._trainer.model_wrapped)
-        if hook is not None and args.should_save:  # of every node with save_on_each_node
+        if hook is not None and args.should_save:  # one rank, or one on each node
             torch.save(hook, _file(args, state))
 
     def on_train_begin(
@@ -52,7 +67,13 @@ class SaveHookState(transformers.TrainerCallback):
         control: transformers.TrainerControl,
         **_: Any,
     ) -> None:
-        """Read it, in a run that is resumed from a checkpoint that has it."""
+        """Restore the state if the run resumes from a checkpoint that has it.
+
+        Args:
+            args: the training arguments.
+            state: Trainer's state, whose step names the checkpoint.
+            control: unused.
+        """
         if (file := _file(args, state)).exists():
             trainer_state.restore(self._trainer.model_wrapped, torch.load(file))
 

@@ -1,10 +1,7 @@
-"""Optimizers that average over ranks, and send a momentum in one bit instead of gradients.
+"""Optimizers that average over ranks themselves, and send a momentum in one bit.
 
-    from cgx_ops.torch.optim import OneBitAdam, Signum
-    optimizer = OneBitAdam(model.parameters(), lr=1e-3, warmup_steps=1000)
-
-Gradients must be each rank's own: a model without DistributedDataParallel, or in one with the hook
-CommHookType.NOOP, which copies parameters and buffers at the start. base.py: their base class.
+They need each rank's own gradients: use a model without DistributedDataParallel, or one with the
+hook `CommHookType.NOOP`, which only copies parameters and buffers at the start.
 """
 
 from cgx_ops.torch.optim.one_bit_adam import OneBitAdam

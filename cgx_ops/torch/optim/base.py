@@ -1,10 +1,4 @@
-"""ExchangingOptimizer: what optimizers do alike that average over the ranks by themselves.
-
-1. parameters, whose state is float32, and their settings
-2. a step: this rank's own gradients, the exchange, the parameters
-3. ranks are compared at the first step
-4. checkpoints
-"""
+"""ExchangingOptimizer: the base of optimizers that average over the ranks themselves."""
 
 import hashlib
 import inspect
@@ -26,14 +20,14 @@ from cgx_ops.torch.averaging.loaded import require_layers
 
 
 class ParamUpdate(NamedTuple):
-    """A parameter that is about to be stepped.
+    """A parameter that is about to be updated.
 
     Attributes:
-        name: its place among the optimizer's parameters.
+        name: its index among the optimizer's parameters.
         group: its settings.
-        state: what is kept of it.
-        parameter: itself.
-        gradient: this rank's own, float32.
+        state: its state.
+        parameter: the parameter.
+        gradient: this rank's gradient, float32.
     """
 
     name: str
@@ -45,12 +39,12 @@ class ParamUpdate(NamedTuple):
 
 @dataclass
 class RankLocalState:
-    """What of parameters' states is one rank's own.
+    """The parts of parameters' states that differ between ranks.
 
-    An object of its own, so that torch.distributed.checkpoint saves that of each rank whole.
+    A class of its own, so that torch.distributed.checkpoint saves each rank's as one object.
 
     Attributes:
-        state: by parameter's number and name.
+        state: by index of the parameter and name.
     """
 
     state: dict[int, dict[str, torch.Tensor]]
@@ -61,13 +55,13 @@ torch.serialization.add_safe_globals([RankLocalState])
 
 @handles_overflow
 class ExchangingOptimizer(Optimizer):
-    """An optimizer that averages over ranks what it steps by.
+    """An optimizer that averages its updates over the ranks.
 
     Attributes:
-        of_state: names of a parameter's state, which is float32 and of its shape.
+        of_state: names in a parameter's state; these are float32 and have the parameter's shape.
         of_rank: those of them that differ between ranks.
-        of_copy: attributes that copies and pickles have besides those of torch's optimizers.
-        exchange: what travels how, steps so far, and what was lost.
+        of_copy: attributes of copies and pickles in addition to those of torch's optimizers.
+        exchange: settings of the messages, step count and residuals.
     """
 
     of_state: ClassVar[tuple[str, ...]] = ()
@@ -86,16 +80,19 @@ class ExchangingOptimizer(Optimizer):
     # ---- 1. parameters ---------------------------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters, on all ranks alike; before the first step.
+        """Add parameters, the same on all ranks, before the first step.
+
+        Args:
+            param_group: a dict with "params" and settings, as in torch's optimizers.
 
         Raises:
-            TypeError: one is complex, sparse or of float64.
-            InvalidArgument: an argument is out of its range; it is too late.
+            TypeError: a parameter is complex, sparse or float64.
+            InvalidArgument: a setting is out of range, or the first step is done.
         """
         if self.exchange.steps:
             raise InvalidArgument(
-                f"{self._caller}: parameters are known by their order: add them before the first "
-                "step"
+                f"{self._caller}: parameters can only be added before the first step, because "
+                "ranks identify them by their order"
             )
         super().add_param_group(param_group)
         group = self.param_groups[-1]
@@ -106,7 +103,14 @@ class ExchangingOptimizer(Optimizer):
             self.state[parameter] = {name: zeros.clone() for name in self.of_state}
 
     def check_group(self, group: dict[str, Any]) -> None:
-        """Raise InvalidArgument if a setting of a group of parameters is out of its range."""
+        """Check the settings of a group of parameters.
+
+        Args:
+            group: the group.
+
+        Raises:
+            InvalidArgument: a setting is out of range.
+        """
         for name in ("lr", "weight_decay"):
             if not group[name] >= 0:
                 raise InvalidArgument(
@@ -116,18 +120,26 @@ class ExchangingOptimizer(Optimizer):
     # ---- 2. a step -------------------------------------------------------------------------------
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """Step all parameters. Collective: all ranks call it, after as many backward passes each.
+        """Update all parameters. Collective.
 
-        A parameter without a gradient counts as one whose gradient is zero: other ranks may have
-        one. Those that require none are left alone. Under a torch.amp.GradScaler a step in which
-        the gradients of any rank overflow is skipped on all ranks.
+        All ranks call it after the same number of backward passes. A parameter without a gradient
+        counts as one with a zero gradient, because other ranks may have one. Parameters that do not
+        require gradients are not updated. Under a torch.amp.GradScaler, a step in which the
+        gradients of any rank overflow is skipped on all ranks.
+
+        Args:
+            closure: a function that recomputes the loss, or None.
+
+        Returns:
+            What `closure` returned; None without one.
 
         Raises:
             TypeError: a gradient is sparse or complex.
-            InvalidArgument: ranks differ in parameters or settings (at the first step, on all
-                ranks); the process group cannot be served, or the state is another rank's.
-            RuntimeError: a peer is late or gone, or sent something else; it says who and what.
-                Parameters and their states are then as they were, and the step may be made again.
+            InvalidArgument: parameters or settings differ between ranks (first step; every rank
+                raises it), cgx_ops cannot connect the process group, or the state belongs to
+                another rank.
+            RuntimeError: a peer is late or lost, or sent something else; the text names the rank.
+                Parameters and states are unchanged, so the step can be repeated.
         """
         loss = None
         if closure is not None:
@@ -157,34 +169,50 @@ class ExchangingOptimizer(Optimizer):
             each.parameter.copy_(wide - lr * (update + decay * wide))
 
     def updates(self, params: list[ParamUpdate]) -> list[torch.Tensor]:
-        """Change the states of parameters by their gradients; return what to step by."""
+        """Update the states of parameters from their gradients.
+
+        Args:
+            params: the parameters.
+
+        Returns:
+            The update of each parameter, which is multiplied by lr.
+        """
         raise NotImplementedError
 
     def averaged(
         self, params: list[ParamUpdate], tensors: list[torch.Tensor], *, exact: bool = False
     ) -> list[torch.Tensor]:
-        """Return the mean over the ranks of a tensor of each parameter."""
+        """Average a tensor of each parameter over the ranks.
+
+        Args:
+            params: the parameters.
+            tensors: one for each parameter.
+            exact: whether to send them exact.
+
+        Returns:
+            The means.
+        """
         return self.exchange.mean([each.name for each in params], tensors, exact=exact)
 
     def _gradient_of(
-        self, place: int, parameter: torch.Tensor, scaling: Scaling | None
+        self, index: int, parameter: torch.Tensor, scaling: Scaling | None
     ) -> torch.Tensor:
         gradient = parameter.grad
         if gradient is None:
             return torch.zeros_like(parameter, dtype=torch.float32)
         if gradient.layout != torch.strided or gradient.is_complex():
             raise TypeError(
-                f"{self._caller}: the gradient of parameter {place} of shape "
+                f"{self._caller}: the gradient of parameter {index} of shape "
                 f"{tuple(parameter.shape)} is {gradient.layout}, {gradient.dtype}; it must be "
                 "dense and real: make the layer with sparse=False"
             )
         wide = gradient.to(torch.float32)
         return wide if scaling is None else wide * scaling.inverse
 
-    # ---- 3. ranks that differ --------------------------------------------------------------------
+    # ---- 3. compare ranks ------------------------------------------------------------------------
 
     def _require_alike(self, *, by_scaler: bool) -> None:
-        """Compare parameters and settings with those of the other ranks. Collective."""
+        """Compare parameters and settings across ranks. Collective."""
         fields: dict[str, object] = {"step": self.exchange.steps, "a GradScaler:": by_scaler}
         for i, group in enumerate(self.param_groups):
             settings = {name: value for name, value in group.items() if name != "params"}
@@ -197,8 +225,8 @@ class ExchangingOptimizer(Optimizer):
             self._caller,
             fields,
             gather_over(self.exchange.group),
-            "Give all ranks the same settings and parameters: broadcast them first, as "
-            "DistributedDataParallel does, or load one checkpoint",
+            "All ranks need the same settings and parameters: broadcast the parameters first, as "
+            "DistributedDataParallel does, or load the same checkpoint",
             error=InvalidArgument,
         )
         self._alike = True
@@ -206,9 +234,12 @@ class ExchangingOptimizer(Optimizer):
     # ---- 4. checkpoints --------------------------------------------------------------------------
 
     def consolidate(self) -> None:
-        """Make what is each rank's own its mean over the ranks. Collective.
+        """Replace the state that differs between ranks by its mean over the ranks. Collective.
 
-        What is saved then can be loaded on any number of ranks.
+        A checkpoint that is saved afterwards can be loaded on any number of ranks.
+
+        Raises:
+            InvalidArgument: ranks have residuals of different parameters.
         """
         group = self.exchange.group
         self.exchange.consolidate()
@@ -218,10 +249,15 @@ class ExchangingOptimizer(Optimizer):
         self._consolidated = True
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what torch's optimizers return, and "exchange" and "own". Each rank saves it.
+        """Return the state for a checkpoint. Each rank saves its own.
+
+        Returns:
+            The state_dict of a torch optimizer, plus "exchange" (settings and residuals) and "own"
+            (the state that differs between ranks).
 
         Raises:
-            InvalidArgument: torch's get_state_dict() called it, which drops these two.
+            InvalidArgument: torch's get_state_dict() is the caller, which drops the two additional
+                keys.
         """
         self._refuse_get_state_dict()
         saved = {**super().state_dict(), "exchange": self.exchange.saved(), "own": {}}
@@ -241,13 +277,13 @@ class ExchangingOptimizer(Optimizer):
             if where == _DROPS_KEYS:
                 raise InvalidArgument(
                     f"{self._caller}: torch's get_state_dict() drops the state of the exchange: "
-                    "save optimizer.state_dict() on every rank instead, and give what was saved "
-                    "to optimizer.load_state_dict()"
+                    "save optimizer.state_dict() on every rank instead, and restore it with "
+                    "optimizer.load_state_dict()"
                 )
             frame = frame.f_back
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what copies and pickles have; ranks compare theirs at the first step."""
+        """Return the attributes of copies and pickles. Ranks compare them at the next step."""
         own = {name: getattr(self, name) for name in self.of_copy}
         return {**super().__getstate__(), **own, "_alike": False}
 
@@ -256,36 +292,43 @@ class ExchangingOptimizer(Optimizer):
         return f"rank {group.rank()} of {group.size()}"
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # type: ignore[override]
-        """Continue where the optimizer was that state_dict() was called of, to the bit.
+        """Restore the optimizer from what `state_dict` returned; training continues bit for bit.
+
+        Args:
+            state_dict: what `state_dict` returned, on this rank or through
+                torch.distributed.checkpoint.
 
         Raises:
-            InvalidArgument: it is of another optimizer or another model, or lacks this rank's
+            InvalidArgument: the state belongs to another optimizer or model, or lacks this rank's
                 residuals.
         """
         if "exchange" not in state_dict:
             raise InvalidArgument(
-                f"{self._caller}.load_state_dict: there is no 'exchange': give what the "
+                f"{self._caller}.load_state_dict: the key 'exchange' is missing: pass what the "
                 f"state_dict() of a {self._caller} returned"
             )
         caller = state_dict["exchange"].get("caller")
         if caller != self._caller:
-            raise InvalidArgument(f"{self._caller}.load_state_dict: the state is a {caller}'s")
+            raise InvalidArgument(
+                f"{self._caller}.load_state_dict: the state belongs to a {caller}; pass what the "
+                f"state_dict() of a {self._caller} returned"
+            )
         owned = state_dict["own"]
         if owned and self._own_key() not in owned:
             raise InvalidArgument(
-                f"{self._caller}.load_state_dict: the state is of {', '.join(owned)}, and this is "
-                f"{self._own_key()}: load each rank's own, or, for another number of ranks, call "
-                "consolidate() on all ranks before the checkpoint is saved"
+                f"{self._caller}.load_state_dict: the state is that of {', '.join(owned)}, but "
+                f"this is {self._own_key()}: load each rank's own state. For another number of "
+                "ranks, call consolidate() on all ranks before you save the checkpoint"
             )
         own = owned[self._own_key()].state if owned else {}
         numbers = [i for g in state_dict["param_groups"] for i in g["params"]]
         parameters = [p for g in self.param_groups for p in g["params"]]
         saved = [state_dict["state"].get(i, {}) | own.get(i, {}) for i in numbers]
         there, here = _sizes(state_dict["param_groups"]), _sizes(self.param_groups)
-        if there != here:  # told before anything is changed
+        if there != here:  # checked before anything is changed
             raise InvalidArgument(
-                f"{self._caller}.load_state_dict: the state is of groups of {there} parameters, "
-                f"and these are {here}: it is another model's"
+                f"{self._caller}.load_state_dict: the groups of the state have {there} parameters, "
+                f"but those of this optimizer have {here}: the state is another model's"
             )
         require_layers(
             f"{self._caller}.load_state_dict",
@@ -308,23 +351,23 @@ class ExchangingOptimizer(Optimizer):
             if found != dict.fromkeys(self.of_state, tuple(p.shape)):
                 raise InvalidArgument(
                     f"{self._caller}.load_state_dict: parameter {i} has shape {tuple(p.shape)}, "
-                    f"and its saved state {found}: the state is another model's"
+                    f"but its saved state has {found}: the state is another model's"
                 )
         self.exchange.load_state_dict(state_dict["exchange"])
         kept = {k: v for k, v in state_dict.items() if k not in ("exchange", "own")}
         super().load_state_dict(kept)
         for p, state in zip(parameters, saved, strict=True):
-            # As they were: torch has cast them to the parameter's dtype.
+            # Undo torch's cast to the parameter's dtype.
             self.state[p] = {name: x.to(p.device, copy=True) for name, x in state.items()}
         self._alike, self._consolidated = False, not owned
 
 
-# Keeps "state" and "param_groups" of a state_dict() and drops the rest.
+# The function that keeps only "state" and "param_groups" of a state_dict().
 _DROPS_KEYS = "torch.distributed.checkpoint.state_dict", "_get_optim_state_dict"
 
 
 def _names(groups: list[dict[str, Any]]) -> list[str]:
-    """Return the parameters' names, if the optimizer was given named parameters."""
+    """Return the parameters' names if the optimizer was created with named parameters."""
     return [layer_name(name) for group in groups for name in group.get("param_names", ())]
 
 

@@ -1,4 +1,4 @@
-"""OneBitAdam: Adam, whose variance is fixed after a warm-up, while momentum is compressed."""
+"""OneBitAdam: Adam with a compressed momentum, and a variance that is fixed after a warm-up."""
 
 from typing import Any, Unpack
 
@@ -15,24 +15,64 @@ from cgx_ops.torch.optim.base import ExchangingOptimizer, ParamUpdate
 
 
 class OneBitAdam(ExchangingOptimizer):
-    """1-bit Adam (Tang et al., ICML 2021): Adam, with a momentum that travels in one bit.
+    """1-bit Adam: Adam with a momentum that is sent in one bit per value after a warm-up.
 
-    The first `warmup_steps` steps are Adam's: gradients are averaged exact, m and v follow. Then v
-    stays as it is. Each rank adds its own gradient to m, sends that compressed, and all go on with
-    the average as m. What compression loses is added to what is sent next: of a rank's own message,
-    and, on the rank that owns a part of a tensor, of that part's average. One residual holds both.
+    The first `warmup_steps` steps are Adam's, with exact averages. Then v is fixed. In each later
+    step a rank adds its gradient to m and sends m compressed; all ranks continue with the average
+    as m. The compression error is added to the next message::
 
         x <- x - lr (m / (sqrt(v) + eps) + weight_decay x)
 
-    As in the paper's algorithm and in DeepSpeed's code m and v are not divided by 1 - beta^t: in
-    the first steps, while v is small, steps are up to (1 - beta1) / sqrt(1 - beta2) = 3.2 times
-    Adam's. Begin with a small lr. Weight decay is decoupled, as in AdamW.
+    As in the paper and in DeepSpeed, m and v are not divided by 1 - beta^t. So the first steps are
+    up to (1 - beta1) / sqrt(1 - beta2) = 3.2 times as large as Adam's: warm up lr. Weight decay is
+    decoupled, as in AdamW. Elements whose v is 0 at the end of the warm-up, such as embedding rows
+    that no batch used, are not updated any more. In one bit, their m would be as large as their
+    neighbours', divided by eps. (With DeepSpeed, the user masks them.) Tang et al.: 1-bit Adam,
+    ICML 2021.
 
-    Elements whose v is 0 when the warm-up ends (rows of an embedding that no batch had) stay where
-    they are: of one bit they would get what their neighbours have, over eps. DeepSpeed has the user
-    mask them.
+    The optimizer needs each rank's own gradients: do not use a DistributedDataParallel that
+    averages them. All ranks use the same arguments. The state of a parameter is `exp_avg` (m) and
+    `exp_avg_sq` (v), float32, equal on all ranks.
 
-    A parameter's state: exp_avg (m) and exp_avg_sq (v), float32, equal on all ranks.
+    Args:
+        params: parameters, or groups of them, as in torch's optimizers.
+        lr: learning rate, at least 0.
+        betas: coefficients of m and v, at least 0 and less than 1.
+        eps: added to sqrt(v), more than 0.
+        weight_decay: decoupled weight decay, at least 0.
+        warmup_steps: number of first steps with exact averages, at least 1; 15 to 25 % of training
+            in the paper. v must have converged.
+        process_group: the ranks that average. None: the default group.
+        config: settings of the momentum's messages. None: 1 bit and a scale for each 512 values
+            (compressor "levels").
+        rules: settings of parameters by their index over all groups: "0", "1", ...
+        carrier: "native" sends by cgx_ops' own transports, over a group of any backend. "c10d"
+            sends CPU tensors by torch's gloo collectives. Both give the same bits.
+        seed: seed of random rounding, 0 or more.
+        **keywords: `bits`, `bucket_size`, `compressor` or `rounding`; each overrides that field of
+            `config`.
+
+    Attributes:
+        warmup_steps: as the argument.
+        exchange: settings of the messages, step count and residuals.
+
+    Raises:
+        InvalidArgument: an argument is out of range, or the compressor is "sign", whose votes have
+            no magnitude.
+        TypeError: a parameter is complex, sparse or float64.
+
+    Example:
+        >>> import torch
+        >>> import torch.distributed as dist
+        >>> from cgx_ops.torch.optim import OneBitAdam
+        >>> dist.init_process_group("cgx", store=dist.HashStore(), rank=0, world_size=1)
+        >>> model = torch.nn.Linear(64, 1)  # without DistributedDataParallel
+        >>> optimizer = OneBitAdam(model.parameters(), lr=1e-3, warmup_steps=5)
+        >>> for _ in range(10):  # 5 steps of Adam, then 5 with 1 bit per value
+        ...     optimizer.zero_grad()
+        ...     model(torch.randn(8, 64)).square().mean().backward()
+        ...     optimizer.step()
+        >>> dist.destroy_process_group()
     """
 
     of_state = ("exp_avg", "exp_avg_sq")
@@ -54,33 +94,14 @@ class OneBitAdam(ExchangingOptimizer):
         seed: int = 0,
         **keywords: Unpack[Keywords],
     ) -> None:
-        """Make an optimizer, equal on all ranks.
-
-        Args:
-            params: parameters, or groups of them, as of torch's optimizers.
-            lr: at least 0; it and the next ones are as of torch.optim.AdamW, of groups, too.
-            betas: of m and of v, at least 0 and less than 1.
-            eps: more than 0.
-            weight_decay: at least 0.
-            warmup_steps: at least 1; 15 to 25 % of training in the paper. v must have settled.
-            process_group: whose ranks average; None: the default group.
-            config: how the momentum travels; None: 1 bit and a scale for each 512 values
-                (compressor "levels").
-            rules: settings of parameters by their place in the groups: "0", "1".
-            carrier: who moves the bytes, as of cgx_ops.torch.ddp.QuantizedAllreduceState.
-            seed: of the noise.
-            **keywords: bits, bucket_size, compressor and rounding, which replace those of config.
-
-        Raises:
-            InvalidArgument (a ValueError): an argument is out of its range.
-            TypeError: a parameter is complex, sparse or of float64.
-        """
-        # At least 1, for v to be more than 0.
+        # At least 1, so that v is more than 0.
         self.warmup_steps = require_integer("OneBitAdam: warmup_steps", warmup_steps, 1)
         config = config_of(config or Config(compressor="levels", bits=1), **keywords)
         votes = config.compressor == "sign" and config.bits != EXACT_BITS
         if votes or "sign" in require_rules(rules, "OneBitAdam: ").compressors:
-            raise InvalidArgument("OneBitAdam: a vote has no magnitude: use Signum")
+            raise InvalidArgument(
+                "OneBitAdam: compressor 'sign' sends votes, which have no magnitude: use Signum"
+            )
         exchange = Exchange("OneBitAdam", process_group, config, carrier, rules, seed)
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, defaults, exchange)
@@ -88,7 +109,14 @@ class OneBitAdam(ExchangingOptimizer):
         exchange.warn_of_unmatched([str(i) for i in range(count)])
 
     def check_group(self, group: dict[str, Any]) -> None:
-        """Raise InvalidArgument if a setting of a group of parameters is out of its range."""
+        """Check the settings of a group of parameters.
+
+        Args:
+            group: the group.
+
+        Raises:
+            InvalidArgument: a setting is out of range.
+        """
         super().check_group(group)
         for i, beta in enumerate(group["betas"]):
             require_share(f"OneBitAdam: betas[{i}]", beta)
@@ -96,7 +124,14 @@ class OneBitAdam(ExchangingOptimizer):
             raise InvalidArgument(f"OneBitAdam: eps is {group['eps']!r}; it must be more than 0")
 
     def updates(self, params: list[ParamUpdate]) -> list[torch.Tensor]:
-        """Change the states of parameters by their gradients; return what to step by."""
+        """Update the states of parameters from their gradients.
+
+        Args:
+            params: the parameters.
+
+        Returns:
+            The update of each parameter, which is multiplied by lr.
+        """
         warming_up = self.exchange.steps < self.warmup_steps
         gradients = [each.gradient for each in params]
         if warming_up:

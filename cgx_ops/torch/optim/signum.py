@@ -1,4 +1,4 @@
-"""Signum: the majority's signs of the ranks' momenta."""
+"""Signum: each element moves by the sign that most ranks' momenta have."""
 
 from typing import Any
 
@@ -14,17 +14,51 @@ from cgx_ops.torch.optim.base import ExchangingOptimizer, ParamUpdate
 
 
 class Signum(ExchangingOptimizer):
-    """SigNUM with majority vote (Bernstein et al., ICLR 2019): every rank votes with signs.
+    """Signum with majority vote: each element moves by the sign that most ranks' momenta have.
 
-        m <- momentum m + (1 - momentum) gradient          on each rank, of its gradients
-        x <- x - lr (the sign that most ranks' m have + weight_decay x)
+    Each message has one bit per element::
 
-    One bit an element goes each way, and all elements step by lr. A vote has no zero: where as many
-    ranks vote + as -, and where an m is 0, it counts as + in even steps and as - in odd ones, so
-    that no element drifts (in the paper sign(0) is 0; on average this is, too). All parameters
-    vote, vectors, too.
+        m <- momentum m + (1 - momentum) gradient         (on each rank)
+        x <- x - lr (sign of most ranks' m + weight_decay x)
 
-    A parameter's state: momentum_buffer (m), float32, each rank's own.
+    A tie, or an m of 0, counts as + in even steps and as - in odd steps, so that no element drifts.
+    (The paper uses sign(0) = 0, which is the same on average.) All parameters vote, including
+    biases and other vectors. The state of a parameter is `momentum_buffer` (m), float32, different
+    on each rank. Bernstein et al.: signSGD with Majority Vote, ICLR 2019.
+
+    The optimizer needs each rank's own gradients: do not use a DistributedDataParallel that
+    averages them. All ranks use the same arguments.
+
+    Args:
+        params: parameters, or groups of them, as in torch's optimizers.
+        lr: the step of each element.
+        momentum: momentum coefficient, at least 0 (signSGD) and less than 1.
+        weight_decay: decoupled weight decay, at least 0.
+        process_group: the ranks that vote. None: the default group.
+        config: settings of the votes, with compressor "sign". None: `Config(compressor="sign")`.
+        carrier: "native" sends by cgx_ops' own transports, over a group of any backend. "c10d"
+            sends CPU tensors by torch's gloo collectives. Both give the same bits.
+
+    Attributes:
+        exchange: settings of the messages, and step count.
+
+    Raises:
+        InvalidArgument: an argument is out of range.
+        TypeError: a parameter is complex, sparse or float64.
+
+    Example:
+        >>> import torch
+        >>> import torch.distributed as dist
+        >>> from cgx_ops.torch.optim import Signum
+        >>> dist.init_process_group("cgx", store=dist.HashStore(), rank=0, world_size=1)
+        >>> model = torch.nn.Linear(64, 1)  # without DistributedDataParallel
+        >>> optimizer = Signum(model.parameters(), lr=1e-3)
+        >>> before = model.bias.item()
+        >>> model(torch.ones(8, 64)).sum().backward()
+        >>> optimizer.step()
+        >>> round(before - model.bias.item(), 4)
+        0.001
+        >>> dist.destroy_process_group()
     """
 
     of_state = of_rank = ("momentum_buffer",)
@@ -40,25 +74,10 @@ class Signum(ExchangingOptimizer):
         config: Config | None = None,
         carrier: Carriers = "native",
     ) -> None:
-        """Make an optimizer, equal on all ranks.
-
-        Args:
-            params: parameters, or groups of them, as of torch's optimizers.
-            lr: what an element steps by.
-            momentum: at least 0 (signSGD) and less than 1.
-            weight_decay: at least 0.
-            process_group: whose ranks vote; None: the default group.
-            config: how votes travel; its compressor is "sign". None: Config(compressor="sign").
-            carrier: who moves the bytes, as of cgx_ops.torch.ddp.QuantizedAllreduceState.
-
-        Raises:
-            InvalidArgument (a ValueError): an argument is out of its range.
-            TypeError: a parameter is complex, sparse or of float64.
-        """
         config = config_of(config or Config(compressor="sign"))
         if config.compressor != "sign" or config.bits == EXACT_BITS:
             raise InvalidArgument(
-                f"Signum: config is {config}; give one with compressor='sign', whose sum is a vote"
+                f"Signum: config is {config}; it must have compressor='sign', which sends votes"
             )
         every = Rules(exact_vectors=False)
         exchange = Exchange("Signum", process_group, config, carrier, every)
@@ -66,12 +85,26 @@ class Signum(ExchangingOptimizer):
         super().__init__(params, defaults, exchange)
 
     def check_group(self, group: dict[str, Any]) -> None:
-        """Raise InvalidArgument if a setting of a group of parameters is out of its range."""
+        """Check the settings of a group of parameters.
+
+        Args:
+            group: the group.
+
+        Raises:
+            InvalidArgument: a setting is out of range.
+        """
         super().check_group(group)
         require_share("Signum: momentum", group["momentum"])
 
     def updates(self, params: list[ParamUpdate]) -> list[torch.Tensor]:
-        """Change the states of parameters by their gradients; return what to step by."""
+        """Update the states of parameters from their gradients.
+
+        Args:
+            params: the parameters.
+
+        Returns:
+            The update of each parameter, which is multiplied by lr.
+        """
         side = 1.0 if self.exchange.steps % 2 == 0 else -1.0
         momenta = []
         for _, group, state, _, g in params:

@@ -327,7 +327,7 @@ def another_number_of_ranks() -> None:
                 other.load_state_dict(own)
                 fails(InvalidArgument, f"of rank 0 of {SIZE}", other.step)
             elif SIZE > 1:
-                words = f"the state is of rank 0 of {SIZE}, and this is rank 0 of 1"
+                words = f"the state is that of rank 0 of {SIZE}, but this is rank 0 of 1"
                 fails(InvalidArgument, words, lambda o=other, s=own: o.load_state_dict(s))
         dist.barrier()
 
@@ -345,7 +345,7 @@ def bad_settings() -> None:
         ("one_bit_adam", {"eps": 0.0}, "eps is 0.0; it must be more than 0"),
         ("one_bit_adam", {"lr": -1.0}, "lr is -1.0; it must be at least 0"),
         ("one_bit_adam", {"config": 4}, "config is 4"),
-        ("one_bit_adam", {"config": Config(compressor="sign")}, "a vote has no magnitude"),
+        ("one_bit_adam", {"config": Config(compressor="sign")}, "have no magnitude"),
         ("signum", {"momentum": 1.0}, "momentum is 1.0"),
         ("signum", {"weight_decay": -1.0}, "weight_decay is -1.0"),
         ("signum", {"carrier": "x"}, "carrier is 'x'"),
@@ -364,7 +364,7 @@ def bad_settings() -> None:
 
 def bad_states() -> None:
     adam, signum = (make(network().parameters()) for make in MAKERS.values())
-    fails(InvalidArgument, "the state is a Signum's", lambda: adam.load_state_dict(
+    fails(InvalidArgument, "the state belongs to a Signum", lambda: adam.load_state_dict(
         signum.state_dict()
     ))  # fmt: skip
     other = MAKERS["one_bit_adam"](nn.Linear(3, 3).parameters())
@@ -372,12 +372,16 @@ def bad_states() -> None:
     first, *others = network().parameters()
     grouped = MAKERS["one_bit_adam"]([{"params": [first]}, {"params": others}])
     grouped.step()
-    fails(InvalidArgument, "groups of [6] parameters", lambda: grouped.load_state_dict(
+    fails(InvalidArgument, "the state have [6] parameters", lambda: grouped.load_state_dict(
         adam.state_dict()
     ))  # fmt: skip
     assert grouped.exchange.steps == 1, "half of it was loaded"
     exact = torch.optim.Adam(network().parameters())
-    fails(InvalidArgument, "no 'exchange'", lambda: adam.load_state_dict(exact.state_dict()))
+    fails(
+        InvalidArgument,
+        "'exchange' is missing",
+        lambda: adam.load_state_dict(exact.state_dict()),
+    )
     adam.step()
     own = {"params": [nn.Parameter(torch.zeros(3))]}
     fails(InvalidArgument, "before the first", lambda: adam.add_param_group(own))
