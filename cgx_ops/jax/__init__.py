@@ -1,12 +1,9 @@
-"""Quantized collectives for JAX: inside jit and shard_map, on CPUs and NVIDIA GPUs.
+"""Quantized collectives and optimizers for JAX, on CPUs and NVIDIA GPUs.
 
-Under mpirun call `cgx_ops.jax.initialize()` first; then, in a shard_map over the mesh axis "d",
-
-    grads = jax.grad(loss)(jax.lax.pcast(weights, "d", to="varying"), batch)
-    grads = cgx_ops.jax.pmean_q(grads, "d", bits=4, key=key)
-
-averages gradients at 4 bits an element. Without a mesh, in programs of one process a rank,
-`allreduce_q(grads, op="avg", key=key)` does.
+Inside `jax.shard_map`, `pmean_q(gradients, "data", bits=4, key=key)` averages each device's
+gradients at 4 bits per value. With several processes, call `initialize` before any other JAX code.
+Without a mesh, `allreduce_q` reduces among processes. In plain `jax.jit` over sharded arrays, use
+`value_and_grad` with `in_specs`.
 """
 
 from cgx_ops.jax._src.collectives.allreduce import allreduce_q

@@ -5,5 +5,5 @@ Imports point down: transforms, gradients, diloco -> collectives -> runtime -> c
 
 from cgx_ops._core import versions
 
-# Before any module here, which use parts of JAX that differ between versions.
+# Before importing modules that use parts of JAX that differ between versions.
 versions.require_framework("jax")

@@ -1,12 +1,11 @@
-"""allreduce_q: sums among processes outside shard_map, ordered as the program is.
+"""allreduce_q: compressed sums among processes, without a mesh.
 
-For programs with one process for each rank, each with a separate JAX: no mesh, no jax.distributed.
-Ranks may run different programs, so calls match in the order in which each rank makes them, as
-MPI's do. An ordered effect of JAX keeps that order: every call takes a token from the one before
-it, within a program and from launch to launch.
+Each process is a rank with a separate JAX, without jax.distributed. Ranks may run different
+programs, so their calls match by call order, as in MPI. An ordered effect of JAX keeps that order:
+every call takes a token from the previous one, within a program and from launch to launch.
 
-The primitive is psum_q's (primitive.py); what a communicator makes different is at the end of this
-file.
+The primitive is the one of psum_q (primitive.py). The end of this file has its lowering for
+communicators.
 """
 
 import contextlib
@@ -36,8 +35,8 @@ from cgx_ops.jax._src.runtime.processes import world
 from cgx_ops.planner import Plan
 from cgx_ops.rules import Rules
 
-# The name of all calls without one: a separate sequence on each communicator. Python calls without
-# a name (cgx_ops.allreduce) have another name, since JAX runs behind Python.
+# The name of all calls without one. Python calls without a name (cgx_ops.allreduce) have another
+# one, since JAX runs asynchronously to Python.
 _UNNAMED = "cgx_ops.jax.allreduce_q"
 
 
@@ -55,69 +54,68 @@ def allreduce_q(
     residual: Any = None,
     **keywords: Unpack[Keywords],
 ) -> Any:
-    """Reduce `x` over the processes of a communicator, compressed: 4 bits an element by default.
+    """Sum or average a pytree among the processes of a communicator, with quantized messages.
 
-    For process-per-rank programs, inside and outside `jax.jit`; neither a mesh nor
-    `cgx_ops.jax.initialize()` is needed. Every rank gets the same bits. Leaves with fewer than
-    max(16, config.minimal_size) elements are summed exactly. Every leaf, and each example of a
-    vmap, is compressed separately; all leaves of a dtype are one
-    message.
+    Use it in programs with one process per rank, inside or outside `jax.jit`. It needs neither a
+    mesh nor `cgx_ops.jax.initialize`. All ranks get bit-identical results. Each leaf is quantized
+    separately, and so is each example of a `jax.vmap`. Leaves with fewer than
+    `max(16, config.minimal_size)` elements are summed exactly.
 
-    Calls run one after another, in Python's order and, in a scan, while or cond, in that of
-    execution. The n-th call of a rank on a communicator matches the n-th of the others: all ranks
-    must make equal calls in equal order. Calls with a `name` match the others' calls of that name
-    instead, also those from Python (`Communicator.allreduce`). Python threads that dispatch calls
-    at the same time must name them, and be no more than this process has cores or CPU devices
-    (jax_num_cpu_devices), because XLA runs no more programs in parallel. On GPUs calls of all names
-    match in the order of dispatch: one thread dispatches them.
+    Calls run one after another in program order, also inside `scan`, `while_loop` and `cond`. The
+    n-th call of a rank on a communicator matches the n-th call of the other ranks, so all ranks
+    must make the same calls in the same order. Calls with a `name` match calls of that name
+    instead, including those from Python (`Communicator.allreduce`).
 
-    The derivative is that of an exact sum over ranks, whose transpose is an exact sum over ranks:
-    tangents and cotangents travel too, and jax.grad gives the gradient of the sum of all ranks'
-    losses. (mpi4jax transposes a sum to the identity: there each rank gets the gradient of its loss
-    alone.) All ranks must differentiate in the same way. jax.checkpoint keeps results: nothing is
-    communicated twice. To compress gradients, apply allreduce_q to the gradients.
+    Python threads that launch calls at the same time must name them. On CPUs, use at most as many
+    such threads as the process has cores or CPU devices (`jax_num_cpu_devices`). On GPUs, launch
+    all calls from one thread.
+
+    The derivative is that of an exact sum over ranks, whose transpose is an exact sum as well. So
+    `jax.grad` gives the gradient of the sum of all ranks' losses, and all ranks must differentiate
+    in the same way. (In mpi4jax the transpose is the identity: each rank gets the gradient of its
+    own loss.) `jax.checkpoint` keeps results, so nothing is communicated twice. To compress
+    gradients, apply `allreduce_q` to them.
 
     Args:
-        x: an array or a pytree of arrays of float32, float16 or bfloat16, any shape; equal in
-          structure, shapes and dtypes on all ranks.
-        comm: whose ranks reduce; None: all processes, those of mpirun or of
-          `cgx_ops.jax.initialize()`.
-        op: "sum" or "avg".
-        config: as in `psum_q`.
-        key: a PRNG key (typed or raw), as in `psum_q`. Give another key in every step. Two calls
-          with one key have the same noise if their communicator and name are the same; leaves and
-          examples of a vmap have their own. Ranks may have equal or different keys;
-          "randk" needs equal ones.
-        name: identifies the call among ranks; "": its place in the rank's sequence does.
-        rules: settings of leaves by their paths, as in `psum_q`.
-        fuse: one message for all leaves of a dtype. False: one for each leaf. A
-          cgx_ops.planner.Plan: one for each of its groups.
-        carrier: "native"; "xla" needs a mesh.
-        residual: what compression lost before, as in `psum_q`.
-        **keywords: bits, bucket_size, compressor and rounding, which replace those of config.
+        x: An array or a pytree of arrays of float32, float16 or bfloat16. Structure, shapes and
+            dtypes must be equal on all ranks.
+        comm: The communicator. None (default) means all processes of mpirun, or of `initialize`.
+        op: "sum" (default) or "avg".
+        config: How values are sent, as in `psum_q`. None (default) means `Config()`: 4 bits.
+        key: A PRNG key for random rounding, another one in every step. Ranks may pass equal or
+            different keys, but "randk" needs the same key on all of them. None (default) rounds to
+            nearest.
+        name: Matches the call with calls of the same name on other ranks. "" (default) matches by
+            call order.
+        rules: Settings per leaf, by its path. None (default) sends all leaves with `config`.
+        fuse: True (default): one message for all leaves of a dtype. False: one message per leaf. A
+            `cgx_ops.planner.Plan`: one message for each of its groups.
+        carrier: Only "native". For "xla" use `psum_q` in a `shard_map`.
+        residual: Error feedback: the residual that the last call returned, as in `psum_q`.
+        **keywords: `bits`, `bucket_size`, `compressor` and `rounding` override fields of `config`.
 
     Returns:
-        The sums or averages, in the structure, shapes and dtypes of `x`. One rank alone gets `x`.
-        With `residual` a pair of them and the new residual, as from `psum_q`.
+        The sums or averages, with the structure, shapes and dtypes of `x`. A single rank gets `x`.
+        With `residual`, a pair of them and the new residual, as in `psum_q`.
 
     Raises:
-        NotImplementedError: inside a shard_map or an explicit mesh of several devices (psum_q is
-          for that), or on a platform other than CPU and CUDA.
-        TypeError: a leaf is not float32, float16 or bfloat16; a residual has another dtype than its
-          leaf; an argument is not a static value; `comm` is not a Communicator; `key` is not a key.
-        ValueError: a field is out of its range, or does not belong to the compressor; the config is
-          random and there is no key; error feedback would not converge, or bits=32 leaves it
-          nothing; `residual` has another structure or shape than `x`; carrier="xla"; or the program
-          is compiled for several devices.
-        cgx_ops.Closed: the communicator was closed.
-        jax.errors.JaxRuntimeError: at run time; a peer is late or dead or called something else.
-          The deadline is the communicator's. Launches that wait behind the failed one fail too. On
-          GPUs results are NaN then, and the next call raises.
+        TypeError: A leaf has another dtype; a residual has another dtype than its leaf; `comm` is
+            not a Communicator; `key` is not a PRNG key; a static argument is traced.
+        ValueError: `op` or another argument is invalid, or does not fit, as in `psum_q`.
+        NotImplementedError: The call is inside a `shard_map`, or under an explicit mesh of several
+            devices: use `psum_q` there. Or the platform is not CPU or CUDA.
+        cgx_ops.Closed: The communicator is closed.
+        jax.errors.JaxRuntimeError: At run time, a peer is late or lost, or made another call.
 
     Example:
-        >>> (comm,) = Communicator.local(1)
-        >>> allreduce_q(jax.numpy.ones(4), comm, bits=8)
-        Array([1., 1., 1., 1.], dtype=float32)
+        >>> import jax
+        >>> from cgx_ops.jax import allreduce_q
+        >>> @jax.jit
+        ... def mean(gradients, key):
+        ...     return allreduce_q(gradients, op="avg", key=key)
+        >>> mean({"kernel": jax.numpy.ones((2, 2))}, jax.random.key(0))
+        {'kernel': Array([[1., 1.],
+               [1., 1.]], dtype=float32)}
     """
     caller = "allreduce_q"
     options = checked_options(
@@ -128,8 +126,8 @@ def allreduce_q(
         raise ValueError(f"{caller}: op is {op!r}; it must be 'sum' or 'avg'")
     if carrier == "xla":
         raise ValueError(
-            f"{caller}: XLA's collectives are among the devices of one program, and here each rank "
-            "runs its own: use carrier='native', or psum_q in a jax.shard_map"
+            f"{caller}: carrier='xla' needs one program over all devices, and here each rank runs "
+            "its own program: use carrier='native', or psum_q in a jax.shard_map"
         )
     _refuse_meshes()
     comm = _checked_communicator(comm)
@@ -145,7 +143,7 @@ def _refuse_meshes() -> None:
     if devices > 1:
         raise NotImplementedError(
             f"allreduce_q inside a shard_map or an explicit mesh of {devices} devices: it reduces "
-            f"among processes, on one device of each. Use psum_q(x, {axes}) in a jax.shard_map"
+            f"among processes, with one device each. Use psum_q(x, {axes}) in a jax.shard_map"
         )
 
 
@@ -159,14 +157,14 @@ def _checked_communicator(comm: Communicator | None) -> Communicator:
         )
     if comm.closed:
         raise Closed(
-            f"allreduce_q: the communicator {comm.name!r} is closed: {_why_closed(comm)}. Make "
-            "another one, of another name"
+            f"allreduce_q: the communicator {comm.name!r} is closed: {_why_closed(comm)}. Create "
+            "another one, with another name"
         )
     return comm
 
 
 def _why_closed(comm: Communicator) -> str:
-    with contextlib.suppress(Closed):  # its id is gone
+    with contextlib.suppress(Closed):  # the id is no longer valid
         try:
             library.call("cgx_comm_find_lost", comm.id, 0.0)
         except PeerFailed as error:
@@ -178,7 +176,7 @@ def _why_closed(comm: Communicator) -> str:
 
 
 class InOrder(compat.Effect):
-    """The effect that keeps calls in order; shown by JAX where it cannot."""
+    """The effect that keeps calls in order. JAX prints it where it cannot keep the order."""
 
     def __repr__(self) -> str:
         return (
@@ -198,7 +196,7 @@ compat.register_ordered_effect(InOrder)
 
 @dataclass(frozen=True)
 class Ranks:
-    """All ranks, `size`, of the communicator of the name `comm`."""
+    """The `size` ranks of the communicator named `comm`."""
 
     comm: str
     size: int
@@ -207,14 +205,15 @@ class Ranks:
     functions: ClassVar[dict[Verb, str]] = {"allreduce": "allreduce_q"}
 
     def call_text(self, verb: Verb, name: str, *, places: bool = False) -> str:
-        """Return the text that separates the seeds of calls with one key.
+        """Return the text that gives calls with one key different seeds.
 
-        It has the communicator's name, which differs between threads, unless ranks share indices.
+        It contains the communicator's name, which differs between threads, unless ranks must draw
+        the same indices.
         """
         return f"allreduce_q on {'' if places else self.comm}: {name}"
 
     def alone(self, leaf: jax.Array) -> jax.Array:
-        """Return the sum of a leaf that is not sent."""
+        """Return the sum of a leaf that is not sent: the leaf itself."""
         return leaf
 
     def lower(
@@ -229,9 +228,9 @@ class Ranks:
         return custom_call(ctx, target, operands, settings, attributes, in_order=_in_order)
 
     def exact(self, tangents: list[Any], seeds: list[Any], settings: Settings) -> list[Any]:
-        """Return what an exact collective makes of tangents.
+        """Apply the exact collective to tangents.
 
-        Zeros travel too: ranks that differentiate with respect to other leaves send equal messages.
+        Zeros are sent too, so that ranks that differentiate different leaves send equal messages.
         """
         settings = replace(settings, configs=(Config(bits=32),) * len(tangents), feedback=False)
         return bind(list(map(ad.instantiate_zeros, tangents)), seeds, settings)
@@ -239,5 +238,5 @@ class Ranks:
     def transposed(
         self, cotangents: list[Any], leaves: list[Any], seeds: list[Any], settings: Settings
     ) -> list[Any]:
-        """Return the cotangents of leaves, those of an exact collective."""
+        """Return the cotangents of leaves: an exact sum over ranks."""
         return self.exact(cotangents, seeds, settings)

@@ -1,17 +1,18 @@
-"""carrier="xla": an allreduce whose bytes XLA's own collectives carry, without MPI or cgx's ranks.
+"""carrier="xla": an allreduce whose messages XLA's own collectives send, without MPI.
 
-A rank is a device or, where a process has several devices of a group, that process: they first sum
-their values exactly in float32 and then share its messages, so that nothing crosses twice.
+A rank is a device. Where a process has several devices of a group, a rank is that process: its
+devices first sum their values exactly, in float32, and then share its messages, so that nothing is
+sent twice.
 
-    1. routes: the ranks of each group, and who sends to whom
-    2. the plan: which algorithm it is, and the lengths of its messages
+    1. routes: the ranks of each group, senders and receivers
+    2. the plan: the algorithm, and the lengths of its messages
     3. the program: sum? -> encode -> all-to-all -> reduce -> all-gather -> decode; one_shot has
        no all-to-all and no reduce
     4. XLA's collectives over groups of partition ids
 
 The steps between the exchanges are FFI calls, pure functions of their operands
-(xla_ffi/carried.cc). Their bits and bytes are the native carrier's, except that messages are padded
-to the longest.
+(xla_ffi/carried.cc). Bits and bytes are those of the native carrier, except that messages are
+padded to the longest.
 """
 
 import functools
@@ -54,17 +55,17 @@ def lower(
     """Lower an allreduce to the program.
 
     Args:
-        ctx: of the lowering.
-        operands: the primitive's, as HLO values.
-        settings: what is static in the call.
-        groups: the partition ids of each group, a row each.
-        processes: the process of each partition; None: all are in this one.
+        ctx: The lowering context.
+        operands: The primitive's operands, as HLO values.
+        settings: The static parameters of the call.
+        groups: The partition ids of each group, a row each.
+        processes: The process of each partition; None: all are in this one.
 
     Returns:
         The primitive's results, as HLO values.
 
     Raises:
-        NotImplementedError: the processes of a group have different numbers of its devices.
+        NotImplementedError: The processes of a group have different numbers of its devices.
     """
     route = _route(groups, processes or [0] * groups.size)
     avals = [compat.plain(aval) for aval in ctx.avals_in]
@@ -78,13 +79,13 @@ def lower(
 
 @dataclass(frozen=True)
 class _Route:
-    """Who sends to whom.
+    """Senders and receivers.
 
     Attributes:
-        across: one device of each rank, in rank order: those that exchange messages.
-        within: the devices of each rank.
-        rank_of: the rank of each partition in its group.
-        share_of: its place among the devices of its rank.
+        across: One device of each rank, in rank order: the devices that exchange messages.
+        within: The devices of each rank.
+        rank_of: The rank of each partition in its group.
+        share_of: The index of each partition among the devices of its rank.
     """
 
     across: Groups
@@ -98,7 +99,7 @@ class _Route:
 
     @property
     def devices(self) -> int:
-        """Of each rank."""
+        """The number of devices of each rank."""
         return len(self.within[0])
 
 
@@ -109,8 +110,8 @@ def _route(groups: Int64s, processes: Sequence[int]) -> _Route:
         held = {tuple(Counter(processes[i] for i in group).values()) for group in groups}
         raise NotImplementedError(
             f"psum_q with carrier='xla': the processes of a group hold {_listed(held)} of its "
-            "devices, and it needs equal numbers, the same in all groups. Use carrier='native', or "
-            "a mesh that is spread evenly over the processes"
+            "devices; the numbers must be equal, and the same in all groups. Use "
+            "carrier='native', or a mesh that is spread evenly over the processes"
         )
     table = np.asarray(ranks)  # (groups, ranks, devices)
     rank_of, share_of = np.zeros((2, groups.size), np.int64)
@@ -121,7 +122,7 @@ def _route(groups: Int64s, processes: Sequence[int]) -> _Route:
 
 
 def _ranks_of(group: list[int], processes: Sequence[int]) -> list[list[int]]:
-    """Return the devices of each rank: of each process, unless there is only one process."""
+    """Return the devices of each rank: a process, or a device if there is only one process."""
     by_process: dict[int, list[int]] = {}
     for device in group:
         by_process.setdefault(processes[device], []).append(device)
@@ -131,7 +132,7 @@ def _ranks_of(group: list[int], processes: Sequence[int]) -> list[list[int]]:
 
 
 def _listed(held: set[tuple[int, ...]]) -> str:
-    """Return such as "1+1 or 2+2"."""
+    """Return device counts as text, such as "1+1 or 2+2"."""
     return " or ".join("+".join(map(str, counts)) for counts in sorted(held))
 
 
@@ -144,12 +145,12 @@ def _tuples(rows: Int64s) -> Groups:
 
 @dataclass(frozen=True)
 class _Plan:
-    """What the core makes of a call.
+    """The core's plan of a call.
 
     Attributes:
         algorithm: "one_shot" or "sra".
-        scatter_bytes: to each rank from each other one.
-        gather_bytes: from each rank to everyone.
+        scatter_bytes: The bytes that each rank receives from each other rank.
+        gather_bytes: The bytes that each rank sends to all others.
     """
 
     algorithm: Algorithm
@@ -158,7 +159,7 @@ class _Plan:
 
 
 def _plan(leaves: list[jax.ShapeDtypeStruct], ranks: int, settings: "Settings") -> _Plan:
-    """Plan for leaves (batch, n). "auto" goes by one example, compressed as if it were alone."""
+    """Plan a call for leaves (batch, n). "auto" chooses by the size of one example."""
     segments: list[tuple[int, int, Config]] = []
     repeats: list[bool] = []
     end = 0
@@ -190,7 +191,7 @@ def _allreduce(
     if route.devices > 1:
         sums = _sum_within([*leaves, *residuals], route)
         leaves, residuals = sums[:count], sums[count:]
-        seed = _all_gather(seed, route.within)[0]  # the first device's counts
+        seed = _all_gather(seed, route.within)[0]  # all use the first device's
     like = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
 
     plan = _plan(like, route.ranks, settings)
@@ -219,7 +220,7 @@ def _allreduce(
         mine, *residuals = step("reduce", [message], seed, arrived, *leaves, residuals=residuals)
     results = step("decode", like, seed, exchange(_all_gather, mine))
     if route.devices > 1:
-        # The residual of a rank's devices is given once, to the first.
+        # The first device of a rank holds the residual of all of them.
         is_first = _look_up(route.share_of, partition) == 0
         residuals = [jnp.where(is_first, residual, 0) for residual in residuals]
     kept = [_rounded(residual, dtype, "carried_round_residual") for residual in residuals]
@@ -242,7 +243,7 @@ def _sum_within(leaves: Sequence[jax.Array], route: _Route) -> list[jax.Array]:
 
 
 def _rounded(x: jax.Array, dtype: Any, target: str) -> jax.Array:
-    """Round as the core does, whatever XLA does with denormals and NaNs."""
+    """Round as the core does, whatever XLA does with subnormals and NaNs."""
     if x.dtype == dtype:
         return x
     result = jax.ShapeDtypeStruct(x.shape, dtype)
@@ -256,7 +257,7 @@ def _exchange(
     partition: jax.Array,
     route: _Route,
 ) -> jax.Array:
-    """Have the ranks exchange rows; the devices of a rank send and receive a share of each."""
+    """Exchange rows between ranks. Each device of a rank sends and receives a share of each row."""
     if route.devices == 1:
         return collective(messages, route.across)
     shares = messages.reshape(*messages.shape[:-1], route.devices, -1)
@@ -267,7 +268,7 @@ def _exchange(
 
 
 def _attributes(settings: "Settings", plan: _Plan, route: _Route) -> dict[str, Any]:
-    """Return what CarriedCall of xla_ffi/carried.cc reads."""
+    """Return the attributes that CarriedCall of xla_ffi/carried.cc reads."""
     resolved = {c: replace(c, algorithm=plan.algorithm) for c in set(settings.configs)}
     return {
         **call_attributes(settings.op, [resolved[config] for config in settings.configs]),
@@ -295,7 +296,7 @@ def _look_up(table: Int64s, partition: jax.Array) -> jax.Array:
 
 # ---- 4. XLA's collectives over groups of partition ids -------------------------------------------
 #
-# jax.lax's are over mesh axes, of which the devices of one process need not be any.
+# Those of jax.lax run over mesh axes, and the devices of one process may not form an axis.
 
 
 def _all_to_all(x: jax.Array, groups: Groups) -> jax.Array:
@@ -304,7 +305,7 @@ def _all_to_all(x: jax.Array, groups: Groups) -> jax.Array:
 
 
 def _all_gather(x: jax.Array, groups: Groups) -> jax.Array:
-    """Stack what the members of the group have: (...) to (members, ...)."""
+    """Stack the values of the members of the group: (...) to (members, ...)."""
     return _all_gather_p.bind(x[None], groups=groups)
 
 

@@ -1,4 +1,4 @@
-"""PRNG keys: what is one, and the seeds of noise that follow from it."""
+"""PRNG keys: checks, and the seeds of random rounding derived from them."""
 
 import zlib
 from collections.abc import Hashable, Iterable, Sequence
@@ -14,8 +14,8 @@ def check_key(caller: str, key: Any) -> None:
     """Require None or one PRNG key: typed (jax.random.key) or raw (jax.random.PRNGKey).
 
     Raises:
-        TypeError: it is something else.
-        ValueError: it is an array of keys.
+        TypeError: It is something else.
+        ValueError: It is an array of keys.
     """
     if key is None:
         return
@@ -25,7 +25,7 @@ def check_key(caller: str, key: Any) -> None:
         if key.shape != ():
             raise ValueError(
                 f"{caller}: key is an array of {key.size} keys, of shape {key.shape}; a call takes "
-                "one: index it, or vmap over it"
+                "one key: index the array, or vmap over it"
             )
         return
     if dtype != jnp.uint32:
@@ -39,26 +39,26 @@ def check_key(caller: str, key: Any) -> None:
 
 
 class CallSeeds:
-    """The seeds of one call's leaves, from its key.
+    """The seeds of one call's leaves, derived from its key.
 
-    Errors of the groups along one mesh axis may be summed along another, so their noise must
-    differ: a seed depends on the call, and on the device's place along the other axes over which
-    its leaf varies. Where it does not vary, groups hold the same values, and get the same sums.
+    The errors of groups along one mesh axis may be summed along another, so their noise must
+    differ. So a seed depends on the call, and on the device's index along the other axes over which
+    its leaf varies. Where a leaf does not vary, groups hold the same values, and get the same sums.
+
+    Args:
+        key: The key; None rounds to nearest, and all seeds are 0.
+        call: The verb, axes and name of the call. Calls with other texts have other noise.
+        axes: The axes that are reduced.
     """
 
     def __init__(self, key: jax.Array | None, call: str, axes: Iterable[Hashable] = ()) -> None:
-        """Take the call's key.
-
-        key: None: rounds to nearest, all seeds are 0. call: what it is and over what, so that calls
-        of other verbs, axes and names with this key have other noise. axes: those it reduces over.
-        """
         self._axes = frozenset(axes)
-        self._keys: dict[tuple[Hashable, ...], jax.Array] = {}  # by axes that part groups
+        self._keys: dict[tuple[Hashable, ...], jax.Array] = {}  # by the axes that separate groups
         if key is not None:
             self._keys[()] = jax.random.fold_in(key, zlib.crc32(call.encode()))
 
     def of(self, index: int, leaf: jax.Array) -> jax.Array:
-        """Return the seed of leaf `index`, uint32 (1, 2)."""
+        """Return the seed of leaf `index`: uint32 (1, 2)."""
         if not self._keys:
             return jnp.zeros((1, 2), jnp.uint32)
         others = tuple(sorted(compat.varying_axes(leaf) - self._axes, key=str))
@@ -71,9 +71,10 @@ class CallSeeds:
 
 
 def example_seeds(seeds: jax.Array, examples: int, over: Sequence[Hashable] | None) -> jax.Array:
-    """Return seeds for each example of a vmap under one key: uint32 (n, 2) to (examples, n, 2).
+    """Return seeds for each example of a vmap with one key: uint32 (n, 2) to (examples, n, 2).
 
-    over: the mesh axes that vmap's spmd_axis_name spreads all examples over; so many are here.
+    `over`: The mesh axes over which vmap's spmd_axis_name spreads the examples. `examples` of them
+    are on this device.
     """
 
     def of(example: jax.Array, seed: jax.Array) -> jax.Array:

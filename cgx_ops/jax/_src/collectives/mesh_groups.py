@@ -1,7 +1,7 @@
 """Groups along mesh axes: how a collective inside shard_map is lowered and differentiated.
 
 1. axes, which must be bound by a shard_map
-2. lowering: who is in which group and process, and what identifies the call among them
+2. lowering: the group and process of each device, and what identifies the call among them
 3. derivatives: those of JAX's own collectives
 """
 
@@ -45,7 +45,7 @@ Rows = npt.NDArray[np.int64]  # the partition ids of each group, a row each, in 
 
 @dataclass(frozen=True)
 class MeshGroups:
-    """The devices along some axes of a mesh: `size` of them over `axes`, in that order."""
+    """The groups of `size` devices along some axes of a mesh, in the order of `axes`."""
 
     axes: tuple[Hashable, ...]
     size: int
@@ -55,13 +55,15 @@ class MeshGroups:
     }  # fmt: skip
 
     def call_text(self, verb: Verb, name: str, *, places: bool = False) -> str:
-        """Return the text that separates the seeds of calls with one key."""
-        del places  # it is the same on all devices of a group
+        """Return the text that gives calls with one key different seeds."""
+        del places  # the text is the same on all devices of a group
         return f"{verb} over {','.join(map(str, self.axes))}: {name}"
 
     def alone(self, leaf: jax.Array) -> jax.Array:
         """Return the sum of a leaf that is not sent."""
-        return jax.lax.psum(vary(leaf, frozenset(self.axes)), self.axes)  # its type changes
+        return jax.lax.psum(
+            vary(leaf, frozenset(self.axes)), self.axes
+        )  # so that the type varies, like a sent leaf's
 
     def lower(
         self, ctx: Any, operands: Sequence[Any], settings: Settings, platform: handlers.Platform
@@ -70,13 +72,13 @@ class MeshGroups:
         return {"cpu": _lower_cpu, "cuda": _lower_cuda}[platform](ctx, operands, settings)
 
     def exact(self, tangents: list[Any], seeds: list[Any], settings: Settings) -> list[Any]:
-        """Return what an exact collective makes of tangents: of zeros zeros."""
+        """Apply the exact collective to tangents; zeros stay zeros."""
         return [leaf if type(leaf) is ad.Zero else _exact(leaf, settings) for leaf in tangents]
 
     def transposed(
         self, cotangents: list[Any], leaves: list[Any], seeds: list[Any], settings: Settings
     ) -> list[Any]:
-        """Return the cotangents of leaves, those of an exact collective."""
+        """Return the cotangents of leaves, those of the exact collective."""
 
         def of(cotangent: Any, leaf: Any) -> Any:
             aval = leaf.aval if ad.is_undefined_primal(leaf) else jax.typeof(leaf)
@@ -88,12 +90,12 @@ class MeshGroups:
 
 
 def axes_of(axis_name: Axes) -> tuple[Hashable, ...]:
-    """Return the axes that an axis_name names: one, or, as jax.lax takes them, a tuple or list."""
+    """Return the axes of an axis_name: one name, or, as in jax.lax, a tuple or list of names."""
     return tuple(axis_name) if isinstance(axis_name, (tuple, list)) else (axis_name,)
 
 
 def mesh_groups(caller: str, axis_name: Axes) -> MeshGroups:
-    """Return the groups along one axis or several, if a shard_map binds them."""
+    """Return the groups along one or several axes; require a shard_map that binds them."""
     axes = axes_of(axis_name)
     if len(set(axes)) < len(axes):
         raise ValueError(f"{caller}: an axis is named twice: {axes}")
@@ -114,13 +116,13 @@ def _axis_size(caller: str, axis: Hashable) -> int:
         raise NameError(
             f"{caller}: unbound axis name: {axis!r}. Call it inside jax.shard_map over a mesh that "
             "has this axis; in plain jax.jit use cgx_ops.jax.value_and_grad with in_specs, which "
-            "brings one"
+            "adds a shard_map"
         )
     if not compat.is_shard_map_axis(axis):
         raise NotImplementedError(
-            f"{caller}: the axis {axis!r} belongs to a vmap, so its elements are in one device and "
-            f"there is nothing to send. Use {uncompressed(caller)} for it, or jax.shard_map to "
-            "spread it"
+            f"{caller}: the axis {axis!r} belongs to a vmap, so its elements are on one device and "
+            f"there is nothing to send. Use {uncompressed(caller)} for it, or spread it over "
+            "devices with jax.shard_map"
         )
     return size
 
@@ -134,14 +136,14 @@ def require_own_messages(
     """Refuse groups with several devices in each of several processes.
 
     A process sums the values of its devices before it sends them, so a device cannot find out which
-    of its values were sent. `remedy`: what to do with an axis of a process's devices.
+    of its values were sent. `remedy`: how to use an axis over a process's devices.
     """
     if jax.process_count() in (1, jax.device_count()):
         return
     if not isinstance(mesh, jax.sharding.Mesh):
         raise ValueError(
-            f"{caller}: processes have several devices each: give it the mesh of the shard_map, a "
-            "jax.sharding.Mesh"
+            f"{caller}: processes have several devices each, so mesh must be the jax.sharding.Mesh "
+            f"of the shard_map, not {mesh!r}"
         )
     places = [mesh.axis_names.index(axis) for axis in groups.axes]
     devices = np.moveaxis(mesh.devices, places, range(-len(places), 0))
@@ -150,8 +152,9 @@ def require_own_messages(
         if 1 < len(counts) < len(group):
             raise NotImplementedError(
                 f"{caller} over {groups.axes}: a group of the mesh has {sorted(counts.values())} "
-                f"devices in its {len(counts)} processes. Make an axis of a process's devices, "
-                f"and {remedy}"
+                f"devices in its {len(counts)} processes; it may have only one in each process, or "
+                "all in one. Create a separate mesh axis over the devices of a process, and "
+                f"{remedy}"
             )
 
 
@@ -172,7 +175,7 @@ def _lower_cpu(ctx: Any, operands: Sequence[Any], settings: Settings) -> Any:
     attributes = _attributes(
         ctx, settings, groups=groups, processes=processes, names_suffice=not several
     )
-    # XLA gives a handler the device, not the partition of the program.
+    # XLA passes the device to a handler, but not the partition of the program.
     partition = (compat.scalar_u32(), stablehlo.partition_id())
     target = handlers.target(settings.function)
     return custom_call(ctx, target, operands, settings, attributes, [partition])
@@ -181,8 +184,8 @@ def _lower_cpu(ctx: Any, operands: Sequence[Any], settings: Settings) -> Any:
 def _lower_cuda(ctx: Any, operands: Sequence[Any], settings: Settings) -> Any:
     if settings.carrier == "xla":
         raise NotImplementedError(
-            f"{settings.function} with carrier='xla' computes on the CPU, and its operands are "
-            "on GPUs: use carrier='native'"
+            f"{settings.function} with carrier='xla' supports only CPU devices, and its operands "
+            "are on GPUs: use carrier='native'"
         )
     refuse_on_gpus(settings.function, settings.configs)
     mesh = compat.mesh_of(ctx)
@@ -191,8 +194,8 @@ def _lower_cuda(ctx: Any, operands: Sequence[Any], settings: Settings) -> Any:
     processes = processes_of(mesh, settings.carrier)
     if processes is not None:
         _check_spread(settings, groups, processes)
-    settings = replace(settings, overlaps=False)  # a stream is in order
-    # On a GPU collectives of all names run one after the other.
+    settings = replace(settings, overlaps=False)  # a stream runs in order
+    # On a GPU, collectives run one after the other, whatever their names.
     attributes = _attributes(
         ctx, settings, groups=groups, processes=processes, names_suffice=False, devices=devices
     )
@@ -209,15 +212,15 @@ def _attributes(
     names_suffice: bool,
     devices: list[int] | None = None,
 ) -> dict[str, Any]:
-    """Return what Site of xla_ffi/site.cc reads.
+    """Return the attributes that Site of xla_ffi/site.cc reads.
 
     Args:
-        ctx: of the lowering.
-        settings: what is static in the call.
-        groups: the partition ids of each group, a row each.
-        processes: the process of each partition; None: all are in this one.
-        names_suffice: whether threads that launch at the same time may name their calls instead.
-        devices: the id of each partition's device, where the handler goes by that.
+        ctx: The lowering context.
+        settings: The static parameters of the call.
+        groups: The partition ids of each group, a row each.
+        processes: The process of each partition; None: all are in this one.
+        names_suffice: Whether threads that launch at the same time may name their calls instead.
+        devices: The device id of each partition, if the handler identifies devices by it.
     """
     handlers.note_collective()
     attributes = {
@@ -244,7 +247,7 @@ def _groups(
 ) -> Rows:
     """Return a row for each group: the partition ids of its ranks, in order.
 
-    Partition ids count the places of the mesh, whichever devices are there.
+    Partition ids are positions in the mesh, independent of the devices there.
     """
     places = np.arange(mesh.size, dtype=np.int64).reshape(mesh.axis_sizes)
     last = range(-len(axes), 0)
@@ -253,7 +256,7 @@ def _groups(
 
 
 def _check_counts(settings: Settings, groups: Rows, processes: list[int]) -> None:
-    """Scatter and gather need as many devices of a group in each of its processes."""
+    """Require equal numbers of devices in each process of a group, for scatter and gather."""
     if settings.row["shards"]:
         return
     for group in groups:
@@ -261,13 +264,13 @@ def _check_counts(settings: Settings, groups: Rows, processes: list[int]) -> Non
         if len(set(counts.values())) > 1:
             raise NotImplementedError(
                 f"{settings.function} over {settings.groups.axes}: a group of the mesh has "
-                f"{sorted(counts.values())} devices in its processes, and needs as many in each. "
-                "Choose the devices of the mesh so, or use JAX's own collective"
+                f"{sorted(counts.values())} devices in its processes; the numbers must be equal. "
+                "Choose the devices of the mesh accordingly, or use JAX's own collective"
             )
 
 
 def _check_spread(settings: Settings, groups: Rows, processes: list[int]) -> None:
-    """GPUs of a group are all in one process, or each in a separate one."""
+    """Require that the GPUs of a group are all in one process, or each in a separate one."""
     for group in groups:
         counts = Counter(processes[partition] for partition in group)
         if 1 < len(counts) < len(group):
@@ -280,7 +283,7 @@ def _check_spread(settings: Settings, groups: Rows, processes: list[int]) -> Non
 
 
 def _call_id(ctx: Any, settings: Settings, attributes: dict[str, Any]) -> str:
-    """Names the call by its place in the module, the same in every process that compiles it."""
+    """Name the call by its position in the module, equal in every process that compiles it."""
     avals = [(aval.shape, aval.dtype.name) for aval in parted(ctx.avals_in, settings.feedback)[0]]
     values = {knob: np.asarray(value).tolist() for knob, value in sorted(attributes.items())}
     digest = hashlib.sha256(repr((avals, settings.groups.axes, values)).encode()).hexdigest()[:8]

@@ -1,7 +1,7 @@
-"""How the leaves of a call are sent: checked once, where the call is traced.
+"""How the leaves of a call are sent, checked where the call is traced.
 
 1. options: the call's Config and rules, its key and name
-2. rounding: explicit, or what follows from the key
+2. rounding: explicit, or derived from the key
 3. refusals: compressors that a collective cannot send, error feedback that does not converge
 """
 
@@ -26,7 +26,7 @@ from cgx_ops.rules import Rules, require_rules
 
 Carrier = Literal["native", "xla"]
 
-_WHOLE = ("auto", "one_shot", "by_hosts")  # algorithms for encodings that cannot be cut
+_WHOLE = ("auto", "one_shot", "by_hosts")  # algorithms for encodings that cannot be split
 
 
 # ---- 1. options ----------------------------------------------------------------------------------
@@ -37,14 +37,14 @@ class Options:
     """How the leaves of a call are sent, checked.
 
     Attributes:
-        caller: for errors.
-        config: as the user gave it; rules and the key decide the rest for each leaf.
-        key: a PRNG key or None.
-        name: the user's, or "".
-        rules: settings of leaves by their paths; None: `config` for all leaves, vectors too.
-        fuse: whether leaves of a dtype share messages; or a plan of which leaves do.
-        carrier: who moves the bytes.
-        verb: which collective sends them.
+        caller: The public function, for errors.
+        config: The user's; rules and the key complete it for each leaf.
+        key: A PRNG key or None.
+        name: The user's, or "".
+        rules: Settings of leaves by their paths; None: `config` for all leaves, vectors too.
+        fuse: Whether leaves of a dtype share messages; or a plan.
+        carrier: Which transport sends messages: cgx's own, or XLA's collectives.
+        verb: The collective.
     """
 
     caller: str
@@ -57,7 +57,7 @@ class Options:
     verb: Verb
 
     def of(self, path: Any, leaf: Any) -> Config:
-        """Return how a leaf is sent, by its path in the tree and its shape."""
+        """Return the Config of a leaf, by its path in the tree and its shape."""
         with _named(self.caller):
             config = self.config
             if self.rules is not None:
@@ -67,7 +67,7 @@ class Options:
         return config
 
     def of_tree(self, tree: Any) -> Any:
-        """Return how each leaf of a tree is sent, as a tree like it."""
+        """Return the Config of each leaf of a tree, as a tree like it."""
         return jax.tree_util.tree_map_with_path(self.of, tree)
 
     def keeps(self, path: Any, leaf: Any) -> bool:
@@ -81,17 +81,17 @@ class Options:
         """Refuse error_feedback=True where all leaves of a tree are exact."""
         if self.config.error_feedback and _all_exact(self, tree):
             raise ValueError(
-                f"{self.caller} with error_feedback=True and only exact leaves: an exact call "
-                "loses nothing that feedback could add: leave error_feedback out, or compress"
+                f"{self.caller}: error_feedback=True, but all leaves are sent exact, without a "
+                "quantization error: leave error_feedback out, or use fewer bits"
             )
 
     def refuse_idle_residual(self, residual: Any) -> None:
-        """Refuse a residual of a call that is exact by its own arguments."""
+        """Refuse a residual if the call's arguments make all leaves exact."""
         exact = self.config.bits == EXACT_BITS and not self.rules
         if exact and jax.tree.leaves(residual):
             raise ValueError(
-                f"{self.caller} with a residual and bits=32: an exact call loses nothing that "
-                "feedback could add: leave the residual out, or compress"
+                f"{self.caller}: a residual with bits=32: exact calls have no quantization error: "
+                "leave the residual out, or use fewer bits"
             )
 
     def at_step(self, step: jax.Array) -> "Options":
@@ -107,14 +107,14 @@ class Options:
         return replace(self, name=f"{self.name}/{message}" if self.name else "")
 
     def warn_of_unmatched(self, tree: Any) -> None:
-        """Warn, once, of each rule that matches no leaf of a tree: all that the user gave."""
+        """Warn, once, about each rule that matches no leaf of the user's tree."""
         if self.rules:
             names = [name_of_leaf(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
             self.rules.warn_of_unmatched(names, f"{self.caller}: ")
 
 
 def name_of_leaf(path: Any) -> str:
-    """Return the name of a leaf in rules and plans: its path, as in "layers.0.bias"."""
+    """Return the name of a leaf in rules and plans: its path, such as "layers.0.bias"."""
     return jax.tree_util.keystr(path, simple=True, separator=".")
 
 
@@ -146,8 +146,8 @@ def checked_options(
         raise ValueError(f"{caller}: carrier is {carrier!r}; it must be 'native' or 'xla'")
     if carrier == "xla" and config.algorithm in ("ring", "hierarchical"):
         raise ValueError(
-            f"{caller}: in algorithm={config.algorithm!r} ranks pass messages on, one after the "
-            "other, which carrier='xla' cannot: use 'auto', 'one_shot' or 'sra'"
+            f"{caller}: algorithm={config.algorithm!r} is not available with carrier='xla': use "
+            "'auto', 'one_shot' or 'sra', or carrier='native'"
         )
     if not isinstance(fuse, bool | Plan):
         raise TypeError(f"{caller}: fuse is {fuse!r}; it must be a bool or a cgx_ops.planner.Plan")
@@ -157,14 +157,14 @@ def checked_options(
     if rules is not None:
         require_rules(rules, f"{caller}: ")
     options = Options(caller, config, key, name, rules, fuse, carrier, verb)
-    if not rules:  # else what a leaf needs is known with its path
+    if not rules:  # with rules, leaves are checked with their paths
         options.of((), jax.ShapeDtypeStruct((1, 1), "float32"))
     return options
 
 
 @contextlib.contextmanager
 def _named(caller: str) -> Iterator[None]:
-    """Have errors of a Config or of rules begin with the caller."""
+    """Prefix errors of a Config or of rules with the caller."""
     try:
         yield
     except InvalidArgument as error:
@@ -178,7 +178,7 @@ def _named(caller: str) -> Iterator[None]:
 
 @functools.lru_cache(maxsize=4096)
 def _rounded(config: Config, has_key: bool) -> Config:
-    """Return a config whose rounding is explicit: its own, or the one that follows from the key."""
+    """Return a config with explicit rounding: its own, or the one that the key implies."""
     if config.rounding is None:
         served = COMPRESSORS[config.compressor]["roundings"]
         wanted = "stochastic" if has_key else "nearest"
@@ -197,22 +197,22 @@ def _rounded(config: Config, has_key: bool) -> Config:
 
 
 def is_randk(config: Config) -> bool:
-    """Return whether the key decides which values are sent."""
+    """Return whether the key selects which values are sent."""
     return config.compressor == "randk" and config.bits != EXACT_BITS
 
 
 def check_places(
     caller: str, key: jax.Array | None, configs: Iterable[Config], axes: tuple[Hashable, ...]
 ) -> None:
-    """Require one key of all devices of the axes where it decides indices, as far as types show."""
+    """Require the same key on all devices if it selects indices, as far as types show it."""
     if key is None or not any(map(is_randk, configs)):
         return
     differs = compat.varying_axes(key) & frozenset(axes)
     if differs:
         raise ValueError(
-            f"{caller}: compressor='randk' needs an equal key on all devices, and the key varies "
-            f"over {sorted(differs, key=str)}: they would send values of different places. Pass "
-            "the key with in_specs=P()"
+            f"{caller}: compressor='randk' needs the same key on all devices, and the key varies "
+            f"over {sorted(differs, key=str)}: devices would send values of different indices. "
+            "Pass the key with in_specs=P()"
         )
 
 
@@ -225,36 +225,37 @@ def is_vote(config: Config) -> bool:
 
 
 def refuse_on_gpus(function: str, configs: Iterable[Config]) -> None:
-    """Refuse, as a program is lowered for GPUs, what the core would refuse when it runs."""
+    """Refuse compressors without GPU kernels when a program is lowered for GPUs."""
     for config in configs:
         why = COMPRESSORS[config.compressor]["device"]
         if why and config.bits != EXACT_BITS:
             raise NotImplementedError(
-                f"{function} with compressor={config.compressor!r} on GPUs: {why}. Use "
-                "'levels' or another one that GPUs have, or reduce on CPU devices"
+                f"{function} with compressor={config.compressor!r} on GPUs: {why}. Use 'levels' or "
+                "another compressor that GPUs support, or reduce on CPU devices"
             )
 
 
 def can_be_cut(config: Config) -> bool:
-    """Return whether shards of a leaf can be sent apart; else one_shot sends its message."""
+    """Return whether shards of a leaf can be sent separately. Otherwise one_shot sends it."""
     return config.bits == EXACT_BITS or COMPRESSORS[config.compressor]["sliced"]
 
 
 def _require_whole(caller: str, config: Config, verb: Verb) -> None:
-    """Refuse to cut an encoding that cannot be cut."""
+    """Refuse to split an encoding that cannot be split."""
     if not can_be_cut(config) and (verb != "allreduce" or config.algorithm not in _WHOLE):
         raise ValueError(
-            f"{caller}: what compressor={config.compressor!r} sends cannot be cut into shards, as "
-            f"{caller if verb != 'allreduce' else f'algorithm={config.algorithm!r}'} does: use "
-            "psum_q, pmean_q or allreduce_q with algorithm 'auto' or 'one_shot', or 'topk'"
+            f"{caller}: messages of compressor={config.compressor!r} cannot be split into shards, "
+            f"as {caller if verb != 'allreduce' else f'algorithm={config.algorithm!r}'} requires: "
+            "use psum_q, pmean_q or allreduce_q with algorithm 'auto' or 'one_shot', or "
+            "compressor 'topk'"
         )
 
 
 def check_feedback(caller: str, config: Config) -> None:
-    """Require that error feedback converges, if anything is lost.
+    """Require that error feedback converges, unless the leaf is exact.
 
     Raises:
-        InvalidArgument (a ValueError): it does not; the text has the reason.
+        InvalidArgument (a ValueError): It does not; the text has the reason.
     """
     if config.bits == EXACT_BITS:
         return

@@ -1,16 +1,15 @@
-"""How messages of a tree travel while XLA:CPU computes the rest of it.
+"""Send the messages of a tree while XLA:CPU computes the rest of it.
 
-XLA:CPU runs whatever needs nothing that is still under way. But it lays out memory as if a program
-ran line by line: a buffer that is read for the last time is given to the next computation, which
-then has to wait for that reading. A message reads gradients, and whoever uses its sums reads those:
-so the backward pass waited for every message. Two gates, which do nothing when they run, keep it
-from that:
+XLA:CPU runs operations in parallel when their operands are ready. But it assigns buffers as if the
+program ran line by line: after the last read of a buffer, the next operation gets it, and has to
+wait for that read. A message reads gradients, and the user reads its sums, so the backward pass
+would wait for every message. Two gates, which do nothing at run time, prevent it:
 
     1. mark    before a message: a token depends on its leaves; its sums will be in their buffers
-    2. hold    behind it: passes the sums on when the leaves of later messages are computed, too, so
-               that the next computation is given the buffers of an earlier message
+    2. hold    after it: releases the sums when the leaves of later messages are computed, so that
+               the next operation gets the buffers of an earlier message
 
-At a time the leaves of AHEAD messages more than the one under way are in memory.
+Besides the message being sent, the leaves of AHEAD messages are in memory.
 """
 
 import functools
@@ -25,22 +24,22 @@ from jax.interpreters import ad, batching, mlir, xla
 
 from cgx_ops.jax._src.runtime import compat, handlers
 
-# Two keep the link busy. With more, on two processors, a step took longer: docs/guides/planner.md.
+# Two keep the link busy. With more, a step took longer on two cores: docs/guides/planner.md.
 AHEAD = 2
 
 
 def mark(leaves: Sequence[jax.Array]) -> tuple[list[jax.Array], jax.Array]:
-    """Return the leaves of a message, and a token that is there when they are."""
+    """Return the leaves of a message, and a token that is ready when they are."""
     *same, token = gate_p.bind(*leaves, taken=0, made=1)
     return same, token
 
 
 def hold(messages: Sequence[list[jax.Array]], tokens: Sequence[jax.Array]) -> list[list[jax.Array]]:
-    """Return each message's sums, which can be used when the leaves of AHEAD later ones are there.
+    """Return each message's sums, usable when the leaves of AHEAD later messages are computed.
 
     Args:
-        messages: their sums, in the order in which leaves are computed.
-        tokens: of their leaves.
+        messages: Their sums, in the order in which leaves are computed.
+        tokens: The tokens of their leaves.
     """
     last = len(messages) - 1
     held = [
@@ -74,7 +73,7 @@ def _lower_cpu(ctx: Any, *operands: Any, taken: int, made: int) -> Any:
 
 
 def pass_on(*operands: jax.Array, taken: int, made: int) -> list[jax.Array]:
-    """Elsewhere there is nothing to keep back: on a GPU a stream has its order."""
+    """Do nothing on other platforms: a GPU stream runs in order."""
     return [*operands[: len(operands) - taken], *[jnp.uint32(0)] * made]
 
 
@@ -94,7 +93,7 @@ def _jvp(
 
 
 def _transpose(cotangents: Sequence[Any], *operands: Any, taken: int, made: int) -> list[Any]:
-    """Hand cotangents back; tokens have none."""
+    """Return cotangents unchanged; tokens have none."""
     del made
     same = len(operands) - taken
     pairs = zip(operands[:same], cotangents[:same], strict=True)

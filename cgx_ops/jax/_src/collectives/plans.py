@@ -2,7 +2,7 @@
 
 1. leaves by name, and when their gradients are ready
 2. messages, with a plan or without one
-3. agreement: processes that compile a planned program compare their plans
+3. processes that compile a planned program compare their plans
 """
 
 import functools
@@ -17,51 +17,74 @@ from cgx_ops.jax._src.collectives.options import name_of_leaf
 from cgx_ops.jax._src.runtime.processes import world
 from cgx_ops.planner import Plan
 
-# Of values. Of 25 million float32 on links from 100 Mbit/s to memory: docs/guides/planner.md.
+# Size of a message before compression. Measured with 25 million float32 on links from 100 Mbit/s to
+# shared memory: docs/guides/planner.md.
 _MESSAGE_BYTES = 4 << 20
 
 # ---- 1. leaves ---------------------------------------------------------------------------------
 
 
 def numels_of(tree: Any) -> dict[str, int]:
-    """Return the number of values of each leaf of a tree, by its name in rules and plans.
+    """Return the number of values of each leaf of a pytree, by leaf name.
 
-    For cgx_ops.planner.Plan.of(), in the order of the leaves.
+    It is the input of `cgx_ops.planner.Plan.of`. Leaf names are those of rules, such as
+    "layers.0.kernel".
 
     Args:
-        tree: a pytree of arrays or jax.ShapeDtypeStructs.
+        tree: A pytree of arrays or `jax.ShapeDtypeStruct`.
+
+    Returns:
+        A dict from name to number of values, in the order of the leaves.
 
     Raises:
-        ValueError: two leaves have one name.
+        ValueError: Two leaves have the same name.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from cgx_ops.jax import numels_of
+        >>> numels_of({"kernel": jnp.zeros((64, 10)), "bias": jnp.zeros(10)})
+        {'bias': 10, 'kernel': 640}
     """
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     numels = {name_of_leaf(path): math.prod(getattr(leaf, "shape", ())) for path, leaf in leaves}
     if len(numels) < len(leaves):
-        raise ValueError("two leaves have one name, which a plan cannot distinguish: rename one")
+        raise ValueError(
+            "two leaves have the same name, and a plan identifies leaves by name: rename one"
+        )
     return numels
 
 
 def estimated_ready(
     tree: Any, backward: float, *, forward: Sequence[str] | None = None
 ) -> list[float]:
-    """Return an estimate of when each leaf's gradient is ready, for Plan.of().
+    """Estimate when the gradient of each leaf is ready, as input of `cgx_ops.planner.Plan.of`.
 
-    A compiled program does not report when it has computed which gradient, so only the whole is
-    measured. The estimate: gradients become ready one after the other, that of the leaf used last
-    first, and each takes time in proportion to its number of values. That is what dense layers
-    take; a convolution's values take longer, an embedding's less. Ranks must give equal arguments.
+    XLA does not report when it has computed a gradient, so only the whole backward pass is
+    measured. The estimate assumes that gradients become ready one by one, starting with the leaf
+    used last, and that each takes time in proportion to its number of values. This holds for dense
+    layers. Convolutions take longer per value, embeddings less. All ranks must pass equal
+    arguments.
 
     Args:
-        tree: as of numels_of().
-        backward: seconds of the backward pass: those of jax.value_and_grad, less the forward's.
-        forward: names of all leaves, in the order in which the model uses them; None: the tree's
-            order, which for dicts is that of their sorted keys.
+        tree: A pytree of arrays or `jax.ShapeDtypeStruct`.
+        backward: Seconds of the backward pass: the time of `jax.value_and_grad` less that of the
+            forward pass.
+        forward: Names of all leaves in the order in which the model uses them. None (default) is
+            the order of the tree, which for dicts is that of the sorted keys.
 
     Returns:
-        Seconds from the start of the backward pass, in the order of numels_of().
+        Seconds from the start of the backward pass, in the order of `numels_of`.
 
     Raises:
-        ValueError: `forward` does not have each name once; `backward` is no time.
+        ValueError: `forward` does not contain each name exactly once; `backward` is negative or not
+            finite.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from cgx_ops.jax import estimated_ready
+        >>> tree = {"first": jnp.zeros(300), "last": jnp.zeros(100)}
+        >>> estimated_ready(tree, backward=0.4)
+        [0.4, 0.1]
     """
     numels = numels_of(tree)
     order = list(numels) if forward is None else list(forward)
@@ -69,9 +92,9 @@ def estimated_ready(
         odd = sorted({*order} ^ {*numels}) or sorted(
             name for name in order if order.count(name) > 1
         )
-        raise ValueError(f"forward must have the name of each leaf once; see {odd[:4]}")
+        raise ValueError(f"forward must contain the name of each leaf exactly once; see {odd[:4]}")
     if not 0 <= backward < math.inf:
-        raise ValueError(f"backward is {backward!r}; it must be seconds, >= 0")
+        raise ValueError(f"backward is {backward!r}; it must be a number of seconds, at least 0")
     total, computed = max(1, sum(numels.values())), 0
     ready: dict[str, float] = {}
     for name in reversed(order):
@@ -84,18 +107,19 @@ def estimated_ready(
 
 
 def messages_of(caller: str, x: Any, fuse: bool | Plan, *, parts: bool) -> Sequence[int]:
-    """Return for each leaf of x the number of the message that it may share with others.
+    """Return the message number of each leaf of x. Leaves of one number may share a message.
 
-    The messages of the last leaves come first: as a rule their gradients are ready first.
+    The messages of the last leaves have the lowest numbers, since their gradients are usually ready
+    first.
 
     Args:
-        caller: for errors.
-        x: a pytree of arrays.
-        fuse: the user's.
-        parts: whether several messages of one call can travel at a time.
+        caller: The public function, for errors.
+        x: A pytree of arrays.
+        fuse: The user's argument.
+        parts: Whether several messages of one call can be sent at the same time.
 
     Raises:
-        ValueError: the plan is of another tree.
+        ValueError: The plan was made for another tree.
     """
     if isinstance(fuse, Plan):
         return _planned(caller, x, fuse)
@@ -117,37 +141,38 @@ def _planned(caller: str, x: Any, plan: Plan) -> Sequence[int]:
                 for of in (numels, planned)
             ]
             raise ValueError(
-                f"{caller}: the plan is of another tree: of {name!r}, x has {has[0]} and the plan "
-                f"{has[1]}. Make it with Plan.of(cgx_ops.jax.numels_of(x), ...)"
+                f"{caller}: the plan was made for another tree: for leaf {name!r}, x has {has[0]} "
+                f"and the plan has {has[1]}. Create it with Plan.of(cgx_ops.jax.numels_of(x), ...)"
             )
     group_of = {plan.names[i]: number for number, of in enumerate(plan.groups) for i in of}
     return [group_of[name] for name in numels]
 
 
 def _in_parts(sizes: Sequence[int]) -> Sequence[int]:
-    """Cut leaves of so many bytes, the last ones first, into parts that are about equal."""
+    """Split leaves of these sizes in bytes, the last ones first, into parts of about equal size."""
     total = sum(sizes)
     parts = max(1, total // _MESSAGE_BYTES)
     numbers, before = [], 0
-    for size in reversed(sizes):  # a leaf is where its middle is
+    for size in reversed(sizes):  # a leaf is in the part of its middle
         numbers.append(min(parts - 1, (2 * before + size) * parts // max(1, 2 * total)))
         before += size
     return numbers[::-1]
 
 
-# ---- 3. agreement ------------------------------------------------------------------------------
+# ---- 3. comparison -----------------------------------------------------------------------------
 
 
 @functools.cache
 def agree(plan: Plan, processes: tuple[int, ...]) -> None:
-    """Require that all processes of a program have this plan, when it is first compiled with it.
+    """Require that all processes of a program have the same plan, at its first compilation.
 
     Args:
-        plan: of a call in the program.
-        processes: of JAX, those of the mesh, in order; each of them calls this.
+        plan: The plan of a call in the program.
+        processes: JAX's indices of the mesh's processes, in order. Each of them calls this
+            function.
 
     Raises:
-        MismatchError: on all of them; it names the first leaf that differs.
+        MismatchError: On all of them. It names the first leaf that differs.
     """
     everyone = world()
     if processes == tuple(range(everyone.size)):

@@ -1,9 +1,9 @@
-"""The primitive under psum_q, psum_scatter_q, all_gather_q and allreduce_q: one collective.
+"""The primitive of psum_q, psum_scatter_q, all_gather_q and allreduce_q: one collective.
 
 In this order: parameters, binding, abstract evaluation, lowering, batching, differentiation.
 
-Operands are `leaves` of one dtype in canonical shapes, then as many `seeds`, uint32 (batch, 2),
-and with feedback as many `residuals`, which are like their leaves; results are those of the leaves,
+Operands are `leaves` of one dtype in canonical shapes, then as many `seeds`, uint32 (batch, 2), and
+with feedback as many `residuals`, which are like their leaves. Results are those of the leaves,
 then the new residuals:
 
     verb              leaf               result
@@ -11,11 +11,10 @@ then the new residuals:
     reduce_scatter    (size, batch, n)   (batch, n)
     all_gather        (batch, n)         (size, batch, n)
 
-where the core's table of verbs says that a buffer holds a block for each rank.
+`size` appears where the core's table of verbs has a block for each rank.
 
-An example of the batch (vmap's) is a segment of the message, compressed as if it were alone, with
-a separate seed, also where vmap gives all of them one key. All leaves of one binding are one
-message.
+An example of the batch (vmap's) is a segment of the message. It is compressed separately, with a
+separate seed, even if vmap passes the same key for all. All leaves of one binding are one message.
 
 `Groups` reduce together: the devices along mesh axes (mesh_groups.py) or the ranks of a
 communicator (allreduce.py). Each of the two implements the methods in which they differ.
@@ -49,10 +48,10 @@ class Groups(Protocol):
     """The devices or processes that reduce together, equal and hashable by value.
 
     Attributes:
-        axes: the mesh axes along which they lie; () for a communicator.
-        size: members of each group.
+        axes: The mesh axes along which they lie; () for a communicator.
+        size: The number of members of each group.
         effects: JAX's effects of a call.
-        functions: the public name of each collective, for errors and targets.
+        functions: The public name of each collective, for errors and targets.
     """
 
     effects: ClassVar[set[compat.Effect]]
@@ -64,12 +63,12 @@ class Groups(Protocol):
     def size(self) -> int: ...
 
     def call_text(self, verb: Verb, name: str, *, places: bool = False) -> str:
-        """Return the text that separates the seeds of calls with one key.
+        """Return the text that gives calls with one key different seeds.
 
         Args:
-            verb: the collective.
-            name: the user's.
-            places: whether the seeds draw indices, which all members must share.
+            verb: The collective.
+            name: The user's name of the call.
+            places: Whether the seeds draw indices, which must be equal on all members.
         """
         ...
 
@@ -96,18 +95,18 @@ class Groups(Protocol):
 
 @dataclass(frozen=True)
 class Settings:
-    """What is static in a call, besides its shapes.
+    """The static parameters of a call, besides its shapes.
 
     Attributes:
-        verb: which collective.
+        verb: The collective.
         op: "sum" or "avg"; all_gather ignores it.
-        groups: who reduces together.
-        configs: how each leaf travels; the algorithm is one for all.
-        name: the user's; "" to name the call by its place in the program.
-        carrier: "native": the core moves the bytes; "xla": XLA's own collectives do.
-        feedback: whether leaves have residuals; of allreduce only.
-        plan: by which these leaves share a message, if there is one.
-        overlaps: whether results are in the leaves' buffers, as overlap.py wants it.
+        groups: The devices or processes that reduce together.
+        configs: The Config of each leaf; the algorithm is the same for all.
+        name: The user's; "" to name the call by its position in the program.
+        carrier: "native": the core sends messages; "xla": XLA's own collectives do.
+        feedback: Whether leaves have residuals; of allreduce only.
+        plan: The plan by which these leaves share a message, if there is one.
+        overlaps: Whether results are in the leaves' buffers, as overlap.py needs it.
     """
 
     verb: Verb
@@ -127,12 +126,12 @@ class Settings:
 
     @property
     def batch_axes(self) -> tuple[int, int]:
-        """Where vmap's examples stand in a leaf and in its result: after the ranks' blocks."""
+        """The axis of vmap's examples in a leaf and in its result: after the ranks' blocks."""
         return int(self.row["blocks_in"]), int(self.row["blocks_out"])
 
     @property
     def function(self) -> str:
-        """What users call this collective."""
+        """The public name of this collective."""
         return self.groups.functions[self.verb]
 
 
@@ -145,7 +144,7 @@ def bind(
     settings: Settings,
     residuals: Sequence[jax.Array] = (),
 ) -> list[jax.Array]:
-    """Run one collective; leaves and residuals that do not vary over its axes are made to."""
+    """Run one collective. Leaves and residuals are made to vary over its axes."""
 
     def varying(x: jax.Array, seed: jax.Array) -> jax.Array:
         return vary(x, frozenset(settings.groups.axes) | compat.varying_axes(seed))
@@ -157,7 +156,7 @@ def bind(
 
 def vary(leaf: jax.Array, axes: frozenset[Hashable]) -> jax.Array:
     """Make a leaf's type vary over all of these axes."""
-    # With check_vma=False nothing is known to vary, and pcast does nothing.
+    # With check_vma=False no type varies, and pcast does nothing.
     missing = axes - compat.varying_axes(leaf)
     if not missing:
         return leaf
@@ -203,7 +202,7 @@ def _lower_elsewhere(ctx: Any, *_: Any, settings: Settings) -> Any:
     raise NotImplementedError(handlers.refusal(settings.function, ctx.module_context.platforms))
 
 
-# A cached lowering would give equal calls one id, and errors could not name them.
+# A cached lowering would give equal calls the same id, so errors could not distinguish them.
 for _platform in ("cpu", "cuda"):
     mlir.register_lowering(
         collective_q_p, functools.partial(_lower, platform=_platform), platform=_platform,
@@ -213,7 +212,7 @@ mlir.register_lowering(collective_q_p, _lower_elsewhere)
 
 
 def message_attributes(ctx: Any, settings: Settings) -> dict[str, Any]:
-    """Return what Signature of xla_ffi/core.h reads."""
+    """Return the attributes that Signature of xla_ffi/core.h reads."""
     batch_axis, _ = settings.batch_axes
     leaves = parted(ctx.avals_in, settings.feedback)[0]
     return {
@@ -237,23 +236,23 @@ def custom_call(
     """Emit a custom call: leaves, the seeds of all segments in one operand, residuals in place.
 
     Args:
-        ctx: of the lowering.
+        ctx: The lowering context.
         target: XLA's name of the handler.
-        operands: the primitive's.
-        settings: the primitive's.
-        attributes: of the custom call.
-        others: the abstract values and the values of further operands.
-        in_order: the effect whose token comes before all operands and results, if there is one.
+        operands: The primitive's operands.
+        settings: The primitive's parameters.
+        attributes: The attributes of the custom call.
+        others: The abstract values and the values of further operands.
+        in_order: The effect whose token precedes all operands and results, if there is one.
     """
     leaves, seeds, residuals = parted(operands, settings.feedback)
     leaf_avals, seed_avals, residual_avals = parted(ctx.avals_in, settings.feedback)
     segments = sum(aval.shape[0] for aval in seed_avals)
-    first = len(leaves) + (in_order is not None)  # among the results
+    first = len(leaves) + (in_order is not None)  # index among the results
     in_place = {first + 1 + i: first + i for i in range(len(residuals))}
     if settings.overlaps:
         in_place |= {i: i for i in range(len(leaves))}
-    # The side effect is HLO's only: it keeps XLA from merging or dropping calls, on some ranks
-    # perhaps. As an effect of JAX it would cost 60 us a launch and forbid remat.
+    # The side effect exists only in HLO: it keeps XLA from merging or removing calls, perhaps on
+    # some ranks only. As an effect of JAX it would cost 60 us per launch and prevent remat.
     rule = jax.ffi.ffi_lowering(
         target,
         has_side_effect=True,
@@ -275,7 +274,7 @@ def custom_call(
 def _batch(
     axis_data: Any, args: tuple[Any, ...], dims: tuple[int | None, ...], *, settings: Settings
 ) -> tuple[list[Any], list[int | None]]:
-    """Each example becomes a segment of the one message."""
+    """Turn each example into a segment of the one message."""
     if axis_data.name in settings.groups.axes:
         raise NotImplementedError(
             f"{settings.function} over {settings.groups.axes} inside a vmap of that axis_name: use "
@@ -283,7 +282,7 @@ def _batch(
         )
     (at, at_result), size = settings.batch_axes, axis_data.size
     operands, places = parted(args, settings.feedback), parted(dims, settings.feedback)
-    examples: list[tuple[int, int] | None] = []  # of each leaf: vmap's, and those it had before
+    examples: list[tuple[int, int] | None] = []  # per leaf: vmap's examples, and those before it
     for i, of_leaf in enumerate(zip(*filter(None, places), strict=True)):
         if all(dim is None for dim in of_leaf):
             examples.append(None)
@@ -307,13 +306,13 @@ def _batch(
 
 
 def _merged(x: jax.Array, axis: int) -> jax.Array:
-    """Move axis 0, vmap's, to before `axis` of the rest, and merge it with that."""
+    """Move axis 0, which is vmap's, in front of `axis` of the rest, and merge the two."""
     x = jnp.moveaxis(x, 0, axis)
     return x.reshape(*x.shape[:axis], x.shape[axis] * x.shape[axis + 1], *x.shape[axis + 2 :])
 
 
 def _unmerged(x: jax.Array, axis: int, examples: tuple[int, int] | None) -> jax.Array:
-    """Undo the merge; vmap's axis stays at `axis`. None: there was none."""
+    """Undo _merged(), but leave vmap's axis at `axis`. None: nothing was merged."""
     return x if examples is None else x.reshape(*x.shape[:axis], *examples, *x.shape[axis + 1 :])
 
 
@@ -326,7 +325,7 @@ batching.fancy_primitive_batchers[collective_q_p] = _batch
 def _jvp(
     primals: tuple[jax.Array, ...], tangents: tuple[Any, ...], *, settings: Settings
 ) -> tuple[list[jax.Array], list[Any]]:
-    """Straight through: the tangent is that of the exact collective, which JAX can transpose.
+    """Return the tangents of the exact collective, which JAX can transpose.
 
     Residuals count as part of their leaves; quantization errors are constant.
     """
@@ -344,7 +343,7 @@ def _jvp(
 
 
 def _transpose(cotangents: list[Any], *operands: Any, settings: Settings) -> list[Any]:
-    """Transpose the exact collective; cotangents of new residuals count for nothing."""
+    """Transpose the exact collective; cotangents of new residuals are ignored."""
     leaves, seeds, residuals = parted(operands, settings.feedback)
     cotangents = settings.groups.transposed(cotangents[: len(leaves)], leaves, seeds, settings)
 

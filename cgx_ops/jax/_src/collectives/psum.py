@@ -1,4 +1,4 @@
-"""psum_q and pmean_q: sums and means over mesh axes whose operands travel compressed."""
+"""psum_q and pmean_q: compressed sums and means over mesh axes."""
 
 import math
 from collections.abc import Hashable
@@ -29,83 +29,82 @@ def psum_q(
     residual: Any = None,
     **keywords: Unpack[Keywords],
 ) -> Any:
-    """Sum `x` over mesh axes like `jax.lax.psum`, compressed: 4 bits an element by default.
+    """Sum an array or pytree over mesh axes like `jax.lax.psum`, with quantized messages.
 
-    Inside `jax.shard_map` only. Every device of a group gets the same bits. Leaves with fewer than
-    max(16, config.minimal_size) elements are summed exactly. Every leaf, and each example of a
-    vmap, is compressed separately.
+    Call it inside `jax.shard_map`. All devices of a group get bit-identical results. Each leaf is
+    quantized separately, and so is each example of a `jax.vmap`. Leaves with fewer than
+    `max(16, config.minimal_size)` elements are summed exactly.
 
-    Where a group has several devices in each of several processes, the devices of a process are
-    summed first, exactly, and processes send compressed sums to each other.
+    If several processes hold several devices of a group each, a process first sums the values of
+    its own devices, exactly, in float32. Then the processes exchange compressed sums.
 
-    The derivative is that of `jax.lax.psum`: tangents and cotangents are summed exactly. To
-    compress gradients, apply psum_q to the gradients.
+    The derivative is the exact one of `jax.lax.psum`: tangents and cotangents are not compressed.
+    To compress gradients, use `value_and_grad` or `compress_grads`, or apply `psum_q` to the
+    gradients of each device.
 
     Args:
-        x: an array or a pytree of arrays of float32, float16 or bfloat16, any shape.
-        axis_name: name of a mesh axis, or a tuple of names, as for `jax.lax.psum`.
-        config: `cgx_ops.Config`, how values are sent; None: Config(). Its `error_feedback` and
-          `residual_decay` have no effect here.
-        key: a PRNG key (typed or raw), the source of randomness. Give another key in every step.
-          Two calls with one key have the same noise if their verb, axes and name are the same;
-          leaves, examples of a vmap, devices, and groups whose values vary over other axes (if
-          types are checked) have different noise. Devices may have equal or different keys;
-          "randk", whose key decides which values are sent, needs equal ones.
-        name: identifies the collective among processes, and is unique among those that run at the
-          same time. "": the call's place in the program that is being compiled.
-        rules: `cgx_ops.Rules`, settings of leaves by their paths, such as "layers.0.bias". None:
-          all leaves are sent by `config`, vectors too.
-        fuse: leaves of a dtype share messages of about 4 MiB of values, the last leaves first; each
-          travels while the leaves of others are computed. Less than 8 MiB are one message. False:
-          one for each leaf. A cgx_ops.planner.Plan: one for each of its groups (and dtype); the
-          plan has every leaf, by its path, and processes compare it when they compile it, unless
-          XLA carries the bytes. See docs/guides/planner.md.
-        carrier: "native": cgx moves the bytes, through memory and MPI. "xla": XLA's own collectives
-          do, wherever those work, with or without MPI; the bits of the result are those of the same
-          algorithm. Not for "ring" and "hierarchical", nor for groups with more devices in one
-          process than in another.
-        residual: error feedback: what compression lost before, a tree like `x`, added to it in
-          float32. None, also for some leaves: nothing is added, and the new quantization error is
-          not returned. Compressors with which it would not converge refuse it.
-        **keywords: fields that replace those of `config`: `bits`, 1 to 8, or 32 (exact);
-          `bucket_size`, elements that share one minimum and step; `compressor`, "uniform",
-          "levels", "sign" (a sum is a majority vote), "onebit", "ternary", "qsgd", "half", "topk",
-          "threshold" (on CPUs only) or "randk"; `rounding`, "nearest", "stochastic" or "shift",
-          by default nearest without `key`, at random with it, if the compressor can.
+        x: An array or a pytree of arrays of float32, float16 or bfloat16, of any shape.
+        axis_name: Name of a mesh axis, or a tuple of names, as in `jax.lax.psum`.
+        config: How values are sent. None (default) means `Config()`, which is 4 bits. The fields
+            `error_feedback` and `residual_decay` have no effect here; pass `residual` instead.
+        key: A PRNG key, typed or raw, for random rounding. Pass another key in every step. Devices
+            may pass equal or different keys, but "randk" needs the same key on all of them. None
+            (default) rounds to nearest.
+        name: Identifies the collective across processes. Collectives that run at the same time need
+            different names. "" (default) uses the position of the call in the compiled program.
+        rules: Settings per leaf, by its path, such as "layers.0.bias". None (default) sends all
+            leaves with `config`, biases and other vectors too.
+        fuse: How leaves share messages. True (default): messages of about 4 MiB per dtype, the last
+            leaves first; trees of less than 8 MiB are one message per dtype. False: one message per
+            leaf. A `cgx_ops.planner.Plan`: one message for each of its groups and dtype. Processes
+            compare the plan when they compile, unless `carrier` is "xla".
+        carrier: "native" (default) sends messages over cgx's own transport: threads, shared memory,
+            TCP or MPI. "xla" sends them by XLA's collectives, which need no MPI. Results have the
+            same bits for the same algorithm. "xla" runs on CPUs only, without the algorithms "ring"
+            and "hierarchical", and needs the same number of devices in each process of a group.
+        residual: Error feedback: the residual that the last call returned, a tree like `x`. Start
+            with zeros. It is added to `x` in float32. None for a leaf disables feedback for it;
+            None (default) disables it for all.
+        **keywords: Override fields of `config`: `bits` (1 to 8, or 32 for exact), `bucket_size`
+            (how many elements share a scale), `compressor` ("uniform", "levels", "sign", "onebit",
+            "ternary", "qsgd", "half", "topk", "threshold", "randk") and `rounding` ("nearest",
+            "stochastic", "shift"). By default rounding is nearest without `key`. With `key` it is
+            stochastic if the compressor supports that.
 
     Returns:
-        The sums, in the structure, shapes and dtypes of `x`; equal on all devices of a group. With
-        `residual` a pair of them and the new residual, a tree like `x` too, which varies over the
-        axes: over all devices, `x` and the old residuals add up to the result (as a sum) and the
-        new residuals, up to rounding in float32 and the dtype. Given to the next call, it makes
-        sure that errors are only delayed. Where devices of a process are summed first, the first
-        of them has the residual of all. A residual that is not finite becomes 0.
+        The sums, with the structure, shapes and dtypes of `x`, equal on all devices of a group.
+        With `residual`, a pair `(sums, new_residual)`. The new residual is a tree like `x` that
+        varies over the axes. Added up over all devices, `x` and the old residuals equal the sum and
+        the new residuals, up to rounding in float32 and in the dtype. Residuals that are not finite
+        become zero. If a process sums its devices first, the first of them gets the residual of
+        all.
 
     Raises:
-        NameError: an axis name is not bound here.
-        NotImplementedError: an axis belongs to a vmap; the shard_map leaves axes to the compiler;
-          the platform is not CPU or CUDA. On CUDA: carrier="xla"; a group has several GPUs in
-          each of several processes.
-        TypeError: a leaf is not float32, float16 or bfloat16; a residual has another dtype than its
-          leaf; an argument is not a static value; `key` is not a key.
-        ValueError: a field is out of its range, or does not belong to the compressor; the config is
-          random and there is no key; error feedback would not converge, or bits=32 leaves it
-          nothing; `residual` has another structure or shape than `x`; the plan is of another tree.
-        cgx_ops.MismatchError: processes have different plans; it names the first leaf that differs.
-        RuntimeError: processes of the mesh cannot reach each other natively; the shard_map has no
-          jax.sharding.Mesh, of several processes or GPUs.
-        jax.errors.JaxRuntimeError: at run time; a peer is late or dead or called something else.
-          The deadline is CGX_TIMEOUT; unless that is set, 300 s where each process has one device
-          of the group, and 20 s otherwise, because XLA:CPU aborts a process whose own devices wait
-          for 40 s. On GPUs the results are NaN then, and the next call raises.
+        NameError: An axis name is not bound by a `shard_map` around the call.
+        TypeError: A leaf has another dtype; a residual has another dtype than its leaf; `key` is
+            not a PRNG key; an argument other than `x`, `key` and `residual` is traced.
+        ValueError: A setting is out of range or does not fit the compressor; a random setting has
+            no key; error feedback would not converge, or everything is exact; `residual` has
+            another structure or shape than `x`; the plan was made for another tree.
+        NotImplementedError: An axis belongs to a `jax.vmap`; the `shard_map` leaves axes to the
+            compiler; the platform is not CPU or CUDA. On CUDA also: `carrier` is "xla"; several
+            processes have several GPUs of a group each.
+        cgx_ops.MismatchError: Processes have different plans. The error names the first difference.
+        RuntimeError: Processes cannot connect natively; or the `shard_map` has an abstract mesh
+            where the program spans several processes or GPUs.
+        jax.errors.JaxRuntimeError: At run time, a peer is late or lost, or called another
+            collective. The deadline is `CGX_TIMEOUT`. Its default is 300 s, but 20 s among several
+            CPU devices of one process. On GPUs the results become NaN, and the next call raises.
 
     Example:
-        >>> mesh = jax.make_mesh((1,), ("d",))
-        >>> total = jax.shard_map(
-        ...     lambda x: psum_q(x, "d", config=Config(algorithm="sra"), bits=8),
-        ...     mesh=mesh, in_specs=jax.P(), out_specs=jax.P(),
-        ... )
-        >>> total(jax.numpy.ones(4))
+        >>> import jax
+        >>> from cgx_ops.jax import psum_q
+        >>> mesh = jax.make_mesh((1,), ("data",))
+        >>> @jax.jit
+        ... @jax.shard_map(mesh=mesh, in_specs=jax.P("data"), out_specs=jax.P())
+        ... def total(x):
+        ...     return psum_q(x, "data", bits=8)
+        >>> total(jax.device_put(jax.numpy.ones(4), jax.NamedSharding(mesh, jax.P("data"))))
         Array([1., 1., 1., 1.], dtype=float32)
     """
     options = checked_options(
@@ -127,10 +126,51 @@ def pmean_q(
     residual: Any = None,
     **keywords: Unpack[Keywords],
 ) -> Any:
-    """Average `x` over mesh axes like `jax.lax.pmean`; everything else as in `psum_q`.
+    """Average an array or pytree over mesh axes like `jax.lax.pmean`, with quantized messages.
 
-    The float32 sum is divided before the reduced values are compressed. Residuals are in the units
-    of `x`, as in `psum_q`: that of the average is multiplied again.
+    It works like `psum_q` in every other respect. The float32 sum is divided by the number of
+    devices before it is compressed for the way back. Residuals have the
+    scale of `x`, as in `psum_q`: the error of the mean is multiplied by the number of devices.
+
+    Args:
+        x: An array or a pytree of arrays of float32, float16 or bfloat16, of any shape.
+        axis_name: Name of a mesh axis, or a tuple of names, as in `jax.lax.pmean`.
+        config: How values are sent, as in `psum_q`. None (default) means `Config()`: 4 bits.
+        key: A PRNG key for random rounding, another one in every step. None (default) rounds to
+            nearest.
+        name: Identifies the collective across processes, as in `psum_q`.
+        rules: Settings per leaf, by its path. None (default) sends all leaves with `config`.
+        fuse: How leaves share messages, as in `psum_q`.
+        carrier: "native" (default) or "xla", as in `psum_q`.
+        residual: Error feedback: the residual that the last call returned, as in `psum_q`.
+        **keywords: `bits`, `bucket_size`, `compressor` and `rounding` override fields of `config`.
+
+    Returns:
+        The means, with the structure, shapes and dtypes of `x`, equal on all devices of a group.
+        With `residual`, a pair `(means, new_residual)`.
+
+    Raises:
+        NameError: An axis name is not bound by a `shard_map` around the call.
+        TypeError: A leaf, residual, key or static argument has the wrong type, as in `psum_q`.
+        ValueError: A setting, the residual or the plan does not fit, as in `psum_q`.
+        NotImplementedError: The axes or the platform are not supported, as in `psum_q`.
+        cgx_ops.MismatchError: Processes have different plans.
+        RuntimeError: Processes cannot connect natively, or the mesh is abstract, as in `psum_q`.
+        jax.errors.JaxRuntimeError: At run time, a peer failed, as in `psum_q`.
+
+    Example:
+        >>> import jax
+        >>> from cgx_ops.jax import pmean_q
+        >>> mesh = jax.make_mesh((1,), ("data",))
+        >>> zeros = jax.numpy.zeros((4, 8))
+        >>> @jax.jit
+        ... @jax.shard_map(mesh=mesh, in_specs=jax.P(), out_specs=(jax.P(), jax.P("data")))
+        ... def mean(x):
+        ...     x = jax.lax.pcast(x, "data", to="varying")  # each device has its own values
+        ...     return pmean_q(x, "data", bits=2, residual=jax.numpy.zeros_like(x))
+        >>> average, residual = mean(zeros)
+        >>> average.shape, residual.shape
+        ((4, 8), (4, 8))
     """
     options = checked_options(
         "pmean_q", config, keywords, key=key, name=name, rules=rules, fuse=fuse, carrier=carrier
@@ -139,7 +179,7 @@ def pmean_q(
 
 
 def _reduce_users(options: Options, x: Any, residual: Any, axis_name: Axes, op: str) -> Any:
-    """Reduce what a user gives, as reduce_over() does, and warn of likely mistakes."""
+    """Reduce a user's tree with reduce_tree(), and warn about likely mistakes."""
     options.refuse_idle_residual(residual)
     groups = mesh_groups(options.caller, axis_name)
     options.warn_of_unmatched(x)
@@ -149,7 +189,7 @@ def _reduce_users(options: Options, x: Any, residual: Any, axis_name: Axes, op: 
 
 
 def warn_of_equal_leaves(caller: str, x: Any, axes: tuple[Hashable, ...]) -> None:
-    """Warn, once, of leaves that are equal on all devices, as gradients of shared weights are."""
+    """Warn, once, about leaves that are equal on all devices, such as summed gradients."""
     if not compat.types_are_checked():
         return
     for path, leaf in jax.tree_util.tree_leaves_with_path(x):
@@ -158,9 +198,9 @@ def warn_of_equal_leaves(caller: str, x: Any, axes: tuple[Hashable, ...]) -> Non
             continue
         warn_once(
             f"{caller}: x{jax.tree_util.keystr(path)} is the same on all devices of {same}. If it "
-            "is a gradient, jax.grad has summed it over them already, exactly: that sum was not "
-            "compressed, and is not the mean. Use cgx_ops.jax.compress_grads(weights, axis) in the "
-            "loss, or cgx_ops.jax.value_and_grad, or differentiate weights that vary: "
+            "is a gradient, jax.grad has already summed it over them, uncompressed, and it is not "
+            "the mean. Use cgx_ops.jax.compress_grads(weights, axis) in the loss, or "
+            "cgx_ops.jax.value_and_grad, or differentiate weights that vary: "
             'jax.lax.pcast(weights, axis, to="varying")'
         )
         return

@@ -1,7 +1,7 @@
-"""psum_scatter_q and all_gather_q: the two halves of an allreduce, each alone.
+"""psum_scatter_q and all_gather_q: the two halves of an allreduce.
 
-The block that a device keeps or gives is compressed separately. Their shapes are those of
-`jax.lax.psum_scatter` and `jax.lax.all_gather`.
+Each device's block is compressed separately. Shapes are those of `jax.lax.psum_scatter` and
+`jax.lax.all_gather`.
 """
 
 import operator
@@ -29,36 +29,45 @@ def psum_scatter_q(
     name: str = "",
     **keywords: Unpack[Keywords],
 ) -> Any:
-    """Sum `x` over mesh axes and keep one block a device, like `jax.lax.psum_scatter`.
+    """Sum over mesh axes and keep one block per device, like `jax.lax.psum_scatter`.
 
-    Values travel compressed and are summed in float32; the sum is not compressed again. Buckets are
-    those of a block. The derivative is that of `jax.lax.psum_scatter`, exact.
+    Values are sent quantized and summed in float32. The sum is not compressed again. Buckets never
+    cross block boundaries. The derivative is the exact one of `jax.lax.psum_scatter`.
 
     Args:
-        x: an array or a pytree of arrays of float32, float16 or bfloat16; each is a message of its
-          own.
-        axis_name: name of a mesh axis, or a tuple of names.
-        scatter_dimension: the dimension of `x` that is cut into a block for each device of a group.
-        tiled: False: that dimension has the size of the group, and is gone in the result. True: it
-          is a multiple of that, and stays.
-        config: as in `psum_q`. Not "threshold", which cannot be cut into blocks. `algorithm`,
-          `gather_bits` and `intra_bits` have no effect.
-        key: as in `psum_q`.
-        name: as in `psum_q`.
-        **keywords: bits, bucket_size, compressor and rounding, which replace those of config.
+        x: An array or a pytree of arrays of float32, float16 or bfloat16. Each leaf is a separate
+            message.
+        axis_name: Name of a mesh axis, or a tuple of names.
+        scatter_dimension: The dimension of `x` that is split into one block per device. Default 0.
+        tiled: False (default): the dimension must equal the number of devices, and is removed.
+            True: it must be a multiple of it, and stays in the result, divided by it.
+        config: How values are sent, as in `psum_q`. "threshold" is not supported, because its
+            messages cannot be split. `algorithm`, `gather_bits` and `intra_bits` have no effect.
+        key: A PRNG key for random rounding, another one in every step. None (default) rounds to
+            nearest.
+        name: Identifies the collective across processes, as in `psum_q`.
+        **keywords: `bits`, `bucket_size`, `compressor` and `rounding` override fields of `config`.
 
     Returns:
-        This device's block of the sums.
+        This device's block of the sums, in the structure and dtypes of `x`.
 
     Raises:
-        ValueError: the dimension cannot be cut so.
-        Other: as `psum_q`.
+        ValueError: The dimension does not exist or cannot be split; a setting does not fit, as in
+            `psum_q`.
+        NameError: An axis name is not bound by a `shard_map` around the call.
+        TypeError: A leaf, key or static argument has the wrong type, as in `psum_q`.
+        NotImplementedError: The axes or the platform are not supported, as in `psum_q`; or the
+            processes hold different numbers of a group's devices.
+        RuntimeError: Processes cannot connect natively, or the mesh is abstract, as in `psum_q`.
+        jax.errors.JaxRuntimeError: At run time, a peer failed, as in `psum_q`.
 
     Example:
-        >>> mesh = jax.make_mesh((1,), ("d",))
+        >>> import jax
+        >>> from cgx_ops.jax import psum_scatter_q
+        >>> mesh = jax.make_mesh((1,), ("data",))
         >>> blocks = jax.shard_map(
-        ...     lambda x: psum_scatter_q(x, "d", tiled=True, bits=8),
-        ...     mesh=mesh, in_specs=jax.P(), out_specs=jax.P("d"),
+        ...     lambda x: psum_scatter_q(x, "data", tiled=True, bits=8),
+        ...     mesh=mesh, in_specs=jax.P(), out_specs=jax.P("data"),
         ... )
         >>> blocks(jax.numpy.ones(4))
         Array([1., 1., 1., 1.], dtype=float32)
@@ -73,7 +82,7 @@ def psum_scatter_q(
 def scatter_over(
     options: Options, x: Any, axis_name: Axes, scatter_dimension: int, *, tiled: bool
 ) -> Any:
-    """Reduce as psum_scatter_q() does."""
+    """Reduce and scatter a tree, as psum_scatter_q() documents it."""
     caller = options.caller
 
     def one(leaf: jax.Array, settings: Settings, seed: jax.Array) -> jax.Array:
@@ -85,7 +94,7 @@ def scatter_over(
                 f"{caller}: dimension {dimension} of {leaf.shape} has size {length}; the axes "
                 f"{settings.groups.axes} have {size} devices, so it must be {wanted}"
             )
-        if leaf.size == 0 or not sends(settings.groups, settings.configs[0]):  # the type changes
+        if leaf.size == 0 or not sends(settings.groups, settings.configs[0]):  # make the type vary
             leaf = vary(leaf, frozenset(settings.groups.axes))
             return jax.lax.psum_scatter(
                 leaf, settings.groups.axes, scatter_dimension=dimension, tiled=tiled
@@ -111,34 +120,42 @@ def all_gather_q(
     name: str = "",
     **keywords: Unpack[Keywords],
 ) -> Any:
-    """Gather the `x` of all devices of a group, compressed, like `jax.lax.all_gather`.
+    """Gather arrays from all devices of a group, quantized, like `jax.lax.all_gather`.
 
-    Every device gets the same bits: its own values, too, as the others see them. Their checked type
-    still varies over the axes, as that of `jax.lax.all_gather`. The derivative is exact.
+    All devices get bit-identical results. A device sees its own values quantized, too, as the
+    others see them. As for `jax.lax.all_gather`, the checked type of the result varies over the
+    axes. The derivative is the exact one of `jax.lax.all_gather`.
 
     Args:
-        x: an array or a pytree of arrays of float32, float16 or bfloat16; each is a message of its
-          own.
-        axis_name: name of a mesh axis, or a tuple of names.
-        axis: the dimension of the result along which devices follow each other.
-        tiled: False: that dimension is new. True: the blocks are concatenated along it.
-        config: as in `psum_scatter_q`.
-        key: as in `psum_q`.
-        name: as in `psum_q`.
-        **keywords: bits, bucket_size, compressor and rounding, which replace those of config.
+        x: An array or a pytree of arrays of float32, float16 or bfloat16. Each leaf is a separate
+            message.
+        axis_name: Name of a mesh axis, or a tuple of names.
+        axis: The dimension of the result along which the devices' values lie. Default 0.
+        tiled: False (default): `axis` is a new dimension. True: values are concatenated along it.
+        config: How values are sent, as in `psum_scatter_q`.
+        key: A PRNG key for random rounding, another one in every step. None (default) rounds to
+            nearest.
+        name: Identifies the collective across processes, as in `psum_q`.
+        **keywords: `bits`, `bucket_size`, `compressor` and `rounding` override fields of `config`.
 
     Returns:
-        The gathered values.
+        The gathered values, in the structure and dtypes of `x`.
 
     Raises:
-        ValueError: there is no such dimension.
-        Other: as `psum_q`.
+        ValueError: The dimension does not exist; a setting does not fit, as in `psum_q`.
+        NameError: An axis name is not bound by a `shard_map` around the call.
+        TypeError: A leaf, key or static argument has the wrong type, as in `psum_q`.
+        NotImplementedError: As in `psum_scatter_q`.
+        RuntimeError: Processes cannot connect natively, or the mesh is abstract, as in `psum_q`.
+        jax.errors.JaxRuntimeError: At run time, a peer failed, as in `psum_q`.
 
     Example:
-        >>> mesh = jax.make_mesh((1,), ("d",))
+        >>> import jax
+        >>> from cgx_ops.jax import all_gather_q
+        >>> mesh = jax.make_mesh((1,), ("data",))
         >>> gather = jax.shard_map(
-        ...     lambda x: all_gather_q(x, "d", tiled=True, bits=8),
-        ...     mesh=mesh, in_specs=jax.P(), out_specs=jax.P("d"),
+        ...     lambda x: all_gather_q(x, "data", tiled=True, bits=8),
+        ...     mesh=mesh, in_specs=jax.P(), out_specs=jax.P("data"),
         ... )
         >>> gather(jax.numpy.ones(4))
         Array([1., 1., 1., 1.], dtype=float32)
@@ -179,7 +196,7 @@ def _each_leaf(options: Options, x: Any, axis_name: Axes, one: Any) -> Any:
 
 
 def _dimension(caller: str, name: str, given: int, count: int) -> int:
-    """Return a dimension counted from the front."""
+    """Return a dimension as an index from the front; raise ValueError if it does not exist."""
     dimension = operator.index(given)
     if not -count <= dimension < count:
         raise ValueError(f"{caller}: {name} is {given}; it must be from {-count} to {count - 1}")

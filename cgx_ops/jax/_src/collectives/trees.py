@@ -1,9 +1,9 @@
-"""What every collective does with its tree.
+"""Reduce a tree of arrays.
 
 1. check the leaves
-2. give every leaf its config (rules), its seed (key) and its residual
-3. one collective for each message (plans.py) and dtype; leaves with residuals, and those that
-   cannot be cut, are apart from the others
+2. assign a config (rules), a seed (key) and a residual to each leaf
+3. run one collective for each message (plans.py) and dtype; leaves with residuals, and leaves whose
+   encoding cannot be split, have separate messages
 """
 
 import functools
@@ -53,7 +53,7 @@ def uncompressed(caller: str) -> str:
 
 
 def checked_leaf(caller: str, path: Any, leaf: Any) -> jax.Array:
-    """Return a leaf as an array, if it can be compressed."""
+    """Return a leaf as an array; raise TypeError if its dtype cannot be compressed."""
     dtype = jnp.result_type(leaf)
     if dtype.name not in _DTYPES:
         where = jax.tree_util.keystr(path)
@@ -71,7 +71,7 @@ def checked_leaf(caller: str, path: Any, leaf: Any) -> jax.Array:
 
 
 def _checked_residuals(caller: str, x: Any, residual: Any) -> list[Any]:
-    """Return the residual of each leaf of x, if it is a tree like x, or None, also for some."""
+    """Return the residual of each leaf of x, or None; require that `residual` fits x."""
     if residual is None:
         return [None] * len(jax.tree.leaves(x))
     remedy = "begin with jax.tree.map(jnp.zeros_like, x)"
@@ -102,7 +102,7 @@ def _checked_residuals(caller: str, x: Any, residual: Any) -> list[Any]:
 
 
 class Leaf(NamedTuple):
-    """One array of a tree, its place there, its config and its residual."""
+    """One array of a tree, its index there, its config and its residual."""
 
     place: int
     x: jax.Array
@@ -123,20 +123,20 @@ def reduce_tree(
     """Reduce a tree over groups.
 
     Args:
-        options: how leaves are sent.
-        x: a pytree of arrays.
-        residual: a tree like `x`, or None; or None in place of a leaf.
-        groups: who reduces together.
+        options: How leaves are sent.
+        x: A pytree of arrays.
+        residual: A tree like `x`, or None; or None in place of a leaf.
+        groups: The devices or processes that reduce together.
         op: "sum" or "avg".
-        configs: how each leaf is sent, a tree like `x`; None: by the options.
-        parts: whether a large tree is several messages, if options.fuse is True.
+        configs: The Config of each leaf, a tree like `x`; None: from the options.
+        parts: Whether a large tree is several messages, if options.fuse is True.
 
     Returns:
         The reduced tree, and the new residual (None without one).
     """
     caller = options.caller
     paths_and_leaves, tree = jax.tree_util.tree_flatten_with_path(x)
-    # Calls in the order of the program go one after the other: parts would gain nothing.
+    # Calls in program order run one after the other, so parts would not help.
     message_of = messages_of(caller, x, options.fuse, parts=parts and not groups.effects)
     residuals = _checked_residuals(caller, x, residual)
     given_configs = [None] * len(residuals) if configs is None else tree.flatten_up_to(configs)
@@ -144,7 +144,7 @@ def reduce_tree(
     for place, (path, given) in enumerate(paths_and_leaves):
         leaf, old = checked_leaf(caller, path, given), residuals[place]
         config = given_configs[place] or options.of(path, leaf)
-        if old is not None:  # the sum of both varies over the axes of both
+        if old is not None:  # their sum varies over the axes of both
             leaf, old = (vary(y, compat.varying_axes(z)) for y, z in ((leaf, old), (old, leaf)))
             check_feedback(f"{caller}: x{jax.tree_util.keystr(path)}", config)
         leaves.append(Leaf(place, leaf, config, old))
@@ -198,14 +198,14 @@ def reduce_tree(
         for (_, message), results in zip(in_order, given, strict=True):
             for leaf, result in zip(
                 message, results, strict=False
-            ):  # losses: of those with residuals
+            ):  # losses has only leaves with residuals
                 results_of[leaf.place] = result.reshape(leaf.x.shape)
     unflatten = jax.tree_util.tree_unflatten
     return unflatten(tree, sums), None if residual is None else unflatten(tree, residuals)
 
 
 def _report(groups: Groups, options: Options, leaves: list[Leaf]) -> None:
-    """Log on process 0 that training starts, once per process."""
+    """Log the start of training on process 0, once per process."""
     here = processes.place()
     if here.rank > 0:
         return
@@ -220,10 +220,10 @@ def _report(groups: Groups, options: Options, leaves: list[Leaf]) -> None:
 
 
 def sends(groups: Groups, config: Config) -> bool:
-    """Return whether a leaf goes through the core; that of one device does only as a vote."""
+    """Return whether a leaf goes through the core. In a group of one device only a vote does."""
     return groups.size > 1 or is_vote(config)
 
 
 def name_of(name: str, index: int, messages: int) -> str:
-    """Return the name of one of several messages of a call: the user's, numbered."""
+    """Return the name of one message of a call: the user's name, numbered if there are several."""
     return f"{name}/{index}" if name and messages > 1 else name

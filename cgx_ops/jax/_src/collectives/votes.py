@@ -1,10 +1,11 @@
-"""Votes of devices where a process has several of a group's, whose messages are of sums.
+"""Majority votes where a process has several devices of a group, and so sends sums.
 
-    1. who votes: each device casts 1 or -1 for each value, before its process sums
-    2. counts: they are what processes send each other, exact, in 16 bits where that is exact
-    3. the vote is the sign of the sum
+    1. each device turns its values into votes of 1 or -1, before its process sums them
+    2. processes exchange exact counts, in 16 bits if those can represent them
+    3. the result is the sign of the sum
 
-Between hosts the core does the same (docs/reference/wire_format.md, "sign"); votes are equal to the bit.
+Between hosts the core does the same ("sign" in docs/reference/wire_format.md). Votes are
+bit-identical.
 """
 
 import functools
@@ -26,19 +27,19 @@ from cgx_ops.jax._src.collectives.options import is_vote
 from cgx_ops.jax._src.collectives.primitive import Settings, collective_q_p
 from cgx_ops.jax._src.runtime import compat
 
-# bf16 has all whole numbers up to here, and fp16 has.
+# bf16 and fp16 represent all integers up to this one.
 _MOST_IN_HALF = 256
 
 
 def need_counts(
     settings: Settings, groups: npt.NDArray[np.int64], processes: Sequence[int] | None
 ) -> bool:
-    """Return whether devices of a call have votes that are summed before they are sent.
+    """Return whether a call has votes that are summed within a process before they are sent.
 
     Args:
-        settings: what is static in the call.
-        groups: the partition ids of each group, a row each.
-        processes: the process of each partition; None: all are in this one.
+        settings: The static parameters of the call.
+        groups: The partition ids of each group, a row each.
+        processes: The process of each partition; None: all are in this one.
     """
     if processes is None or not settings.row["reduces"] or not any(map(is_vote, settings.configs)):
         return False
@@ -47,7 +48,7 @@ def need_counts(
 
 
 def lower_by_counts(ctx: Any, operands: Sequence[Any], settings: Settings) -> Any:
-    """Lower a call to votes, the same call of their counts, and the signs of its results."""
+    """Lower a call to votes, a sum of these votes, and the signs of its results."""
     plain = ctx.replace(avals_in=[compat.plain(aval) for aval in ctx.avals_in])
     return mlir.lower_fun(functools.partial(_by_counts, settings=settings))(plain, *operands)
 
@@ -72,8 +73,8 @@ def _by_counts(*operands: jax.Array, settings: Settings) -> list[jax.Array]:
 
 
 def _cast(values: jax.Array, config: Config) -> jax.Array:
-    """Return a device's votes: NaN in buckets where something is not finite."""
-    # By its bits: arithmetic of XLA takes the smallest values for 0.
+    """Return a device's votes; NaN in buckets that contain a value that is not finite."""
+    # Test the sign bit: XLA's arithmetic flushes subnormal values to 0.
     width = 8 * values.dtype.itemsize
     bits = jax.lax.bitcast_convert_type(values, f"uint{width}")
     votes = jnp.where(bits > jnp.array(1 << (width - 1), bits.dtype), -1, 1).astype(values.dtype)
@@ -90,6 +91,6 @@ def _in_finite_buckets(values: jax.Array, bucket_size: int) -> jax.Array:
 
 
 def _sign(counts: jax.Array) -> jax.Array:
-    """Return what most voted for: 1 where as many voted for each."""
+    """Return the majority: 1 for ties."""
     won = jnp.where(counts < 0, -1, 1).astype(counts.dtype)
     return jnp.where(jnp.isnan(counts), counts, won)

@@ -1,9 +1,9 @@
-"""Whether parameters and a state belong to an outer loop, and whether its processes agree.
+"""Checks that parameters and a state belong to an outer loop, and that its processes agree.
 
 1. shapes, on each process
-2. settings and contents, across processes, before anything is sent: with other settings a process
-   would wait for messages that no process sends, and with other outer parameters models would drift
-   apart silently
+2. settings and contents, across processes, before anything is sent: with different settings a
+   process would wait for messages that no process sends; with different outer parameters the models
+   would drift apart without an error
 """
 
 import hashlib
@@ -25,30 +25,30 @@ from cgx_ops.jax._src.runtime import compat
 
 
 def check_values(caller: str, values: Any, outer_parameters: Any, devices: int) -> None:
-    """Require that parameters are like the outer ones, and have an axis for the devices.
+    """Require that parameters fit the outer ones and have an axis over the devices.
 
     Args:
-        caller: for errors.
-        values: the parameters that are averaged.
-        outer_parameters: of a state.
-        devices: how many there are; 1 inside of shard_map.
+        caller: The public function, for errors.
+        values: The parameters that are averaged.
+        outer_parameters: Those of the state.
+        devices: The number of devices; 1 inside of shard_map.
 
     Raises:
-        ValueError: they are not.
+        ValueError: They do not fit.
     """
     found, known = jax.tree.structure(values), jax.tree.structure(outer_parameters)
     if found != known:
         raise ValueError(
-            f"{caller}: the parameters are {found}, the outer parameters {known}: the state is "
-            "another model's"
+            f"{caller}: the parameters have the structure {found}, and the outer parameters "
+            f"{known}: the state belongs to another model"
         )
     for (path, x), outer in zip(
         jax.tree_util.tree_leaves_with_path(values), jax.tree.leaves(outer_parameters), strict=True
     ):
         if jnp.shape(x) != (devices, *jnp.shape(outer)):
             raise ValueError(
-                f"{caller}: params{jax.tree_util.keystr(path)} has shape {jnp.shape(x)} here, "
-                f"not {(devices, *jnp.shape(outer))}: begin with replicate(weights), and give "
+                f"{caller}: params{jax.tree_util.keystr(path)} has shape {jnp.shape(x)} here, not "
+                f"{(devices, *jnp.shape(outer))}: start with replicate(weights), and give "
                 "shard_map the specs of copy_specs() and state_specs()"
             )
 
@@ -56,19 +56,19 @@ def check_values(caller: str, values: Any, outer_parameters: Any, devices: int) 
 def check_state(
     caller: str, state: DiLoCoState, new: dict[str, tuple[int, ...]], values: Any
 ) -> None:
-    """Require that a state has the shapes of a new one of the loop.
+    """Require that a state has the shapes of a new state of the loop.
 
     Args:
-        caller: for errors.
-        state: what is given.
+        caller: The public function, for errors.
+        state: The user's state.
         new: shapes_of() a new state.
-        values: the parameters that are averaged, (devices, *shape), as residuals are.
+        values: The parameters that are averaged, (devices, *shape), like residuals.
 
     Raises:
-        ValueError: it has others.
+        ValueError: It has other shapes.
     """
     found = shapes_of(state)
-    # A leaf that has become exact has no residual in a new state, and still sends its old one.
+    # A leaf that became exact has no residual in a new state, but still sends its old one.
     old = {
         f"{field}{place}": shape
         for field in (".residual", ".flight.lost")
@@ -78,9 +78,10 @@ def check_state(
         has, wanted = found.get(place), new.get(place, old.get(place))
         if has != wanted:
             raise ValueError(
-                f"{caller}: state{place} is {_described(has)}, and {_described(wanted)} in a state "
-                "of this loop: it comes from a loop with other settings, or from another number of "
-                "devices, for which cgx_ops.jax.consolidate(state, devices) makes it fit"
+                f"{caller}: state{place} is {_described(has)}, but {_described(wanted)} in a state "
+                "of this loop: it comes from a loop with other settings, or from another number "
+                "of devices; for the latter, convert it with cgx_ops.jax.consolidate(state, "
+                "devices)"
             )
 
 
@@ -96,7 +97,7 @@ def _described(shape: tuple[int, ...] | None) -> str:
 
 # ---- 2. across processes -------------------------------------------------------------------------
 
-# The exchanges of each outer loop so far, which make the keys of JAX's store unique.
+# Counts the exchanges of each outer loop, to make the keys of JAX's store unique.
 _exchanges: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
 
 
@@ -105,18 +106,19 @@ def require_same_processes(
 ) -> None:
     """Require that all processes of a mesh have the same settings and the same contents.
 
-    Collective among them, if there are several.
+    All processes of the mesh must call it.
 
     Args:
-        mesh: the mesh of the outer loop.
-        name: of the outer loop.
-        settings: by name; compared as texts.
-        contents: by name: bytes, or trees of arrays, of which those count that are whole on every
-            device; compared as hashes.
+        mesh: The mesh of the outer loop.
+        name: The name of the outer loop.
+        settings: Values by name; compared as texts.
+        contents: Bytes or trees of arrays by name; compared as hashes. Of trees, only arrays count
+            that are whole on every device.
 
     Raises:
-        jax.errors.JaxRuntimeError: another process does not do this in time.
-        MismatchError: in all of them; it names the first difference, and what two processes have.
+        jax.errors.JaxRuntimeError: Another process does not call it in time.
+        MismatchError: In all processes. It names the first difference, and the values of two
+            processes.
     """
     processes = sorted({device.process_index for device in mesh.devices.flat})
     if len(processes) == 1:
@@ -130,15 +132,15 @@ def require_same_processes(
         except jax.errors.JaxRuntimeError as error:
             raise jax.errors.JaxRuntimeError(
                 f"diloco {name!r}: not all of the processes {processes} compared their outer "
-                "parameters in time, at the first outer() or in skip(). Where one goes on without "
-                f"the others, restart all processes from the last checkpoint: {error}"
+                "parameters in time, at the first outer() or in skip(). If one has continued "
+                f"without the others, restart all processes from the last checkpoint: {error}"
             ) from error
 
     require_same(
         f"diloco {name!r}",
         {**settings, **{key: f"sha256 {_digest(value)}" for key, value in contents.items()}},
         gather,
-        "Give all processes the same settings, the same weights and one checkpoint",
+        "Give all processes the same settings, the same weights and the same checkpoint",
         members=[f"process {process}" for process in processes],
     )
 

@@ -1,7 +1,7 @@
-"""How an outer loop sends and applies one fragment of the parameters, inside of shard_map.
+"""Send and apply one fragment of the parameters, inside of shard_map.
 
-1. fragments of a tree: the same tree, with None in place of the leaves that are in others
-2. send: average over devices the difference of parameters to the outer parameters, plus residuals
+1. fragments of a tree: the same tree, with None in place of the leaves of other fragments
+2. send: average over devices the difference of outer parameters and parameters, plus residuals
 3. apply: the outer optimizer steps from the outer parameters, and parameters follow
 """
 
@@ -51,7 +51,7 @@ def is_value(leaf: Any) -> bool:
 
 
 def merged(tree: Any, values: Any) -> Any:
-    """Return a tree with the leaves of `values`, a tree like it, where there are some."""
+    """Return a tree with the leaves of `values`, a tree like it, where these are not None."""
     return jax.tree.map(
         lambda value, leaf: leaf if value is None else value, values, tree, is_leaf=is_none
     )
@@ -61,13 +61,13 @@ def part(like: Any, tree: Any, fragment: int, fragments: int) -> Any:
     """Return a fragment of a tree.
 
     Args:
-        like: the outer parameters, whose leaves and their order decide the fragments.
-        tree: like it, or with None in place of some more leaves.
-        fragment: which one.
-        fragments: how many there are.
+        like: The outer parameters. Their leaves and the order of these define the fragments.
+        tree: A tree like it, or with None in place of further leaves.
+        fragment: The index of the fragment.
+        fragments: The number of fragments.
 
     Raises:
-        InvalidArgument (a ValueError): there are fewer layers than fragments.
+        InvalidArgument (a ValueError): There are fewer layers than fragments.
     """
     structure = jax.tree.structure(like)
     members = _members(structure, fragments)[fragment]
@@ -77,12 +77,12 @@ def part(like: Any, tree: Any, fragment: int, fragments: int) -> Any:
 
 @functools.cache
 def _members(structure: Any, fragments: int) -> list[frozenset[int]]:
-    """Return which leaves each fragment has, by their places."""
+    """Return the indices of the leaves of each fragment."""
     places = structure.unflatten(range(structure.num_leaves))
     if not structure.num_leaves:
         return [frozenset()] * fragments
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(places)]
-    names = [name_of_leaf(path) for path in paths]  # "blocks.3.kernel" is of the layer "blocks.3"
+    names = [name_of_leaf(path) for path in paths]  # "blocks.3.kernel" belongs to layer "blocks.3"
     return [frozenset(members) for members in strided(names, fragments)]
 
 
@@ -94,13 +94,13 @@ class Method:
     """How fragments are sent and applied.
 
     Attributes:
-        axis_name: the mesh axes over which devices train independently.
-        optimizer: the outer one, an optax.GradientTransformation.
-        alpha: how much of a parameter stays the device's own when it is applied.
-        options: how leaves are sent.
-        senders: whether a mean is over the devices that sent a value, not over all.
-        mesh: of the devices, if it is known.
-        is_configured: whether the user gave a config, whose settings must not be idle.
+        axis_name: The mesh axes over which devices train independently.
+        optimizer: The outer optimizer, an optax.GradientTransformation.
+        alpha: The share of a device's own parameter that is kept when a fragment is applied.
+        options: How leaves are sent.
+        senders: Whether a mean is over the devices that sent a value, instead of all devices.
+        mesh: The mesh of the devices, if it is known.
+        is_configured: Whether the user gave a config. Then a setting without effect is an error.
     """
 
     axis_name: Axes
@@ -120,9 +120,9 @@ class Method:
             kept_back = config.compressor == "topk" and config.keeps_residuals
             if self.senders and not (whole or kept_back):
                 raise ValueError(
-                    f"{CALLER}: mean_over='senders' is of values of which each device sends some, "
-                    f"and '{name_of_leaf(path)}' has {config}: give compressor='topk', and rules "
-                    "that have it or 32 bits"
+                    f"{CALLER}: mean_over='senders' needs leaves of which each device sends some "
+                    f"values, and '{name_of_leaf(path)}' has {config}: use compressor='topk', and "
+                    "only rules with 'topk' or 32 bits"
                 )
             return leaf if self.options.keeps(path, leaf) else None
 
@@ -131,7 +131,7 @@ class Method:
         return jax.tree_util.tree_map_with_path(kept, tree)
 
     def settings(self) -> dict[str, Any]:
-        """Return the settings that are the same in all processes and not part of programs."""
+        """Return settings that must be equal in all processes and are not part of programs."""
         options = self.options
         return {
             "config": str(options.config),
@@ -147,17 +147,17 @@ class Method:
         """Return the average of a fragment, and its quantization error: the next residual.
 
         Args:
-            fragment: its number.
-            params: (1, *shape), as all that is a device's own.
+            fragment: The index of the fragment.
+            params: Parameters, (1, *shape), as all per-device values.
             outer_parameters: float32.
-            residual: the last quantization error, or None.
-            step: the inner steps done: of noise, if there is a key.
+            residual: The last quantization error, or None.
+            step: The number of inner steps done, which changes the noise if there is a key.
         """
         groups = mesh_groups(CALLER, self.axis_name)
         axes = groups.axes
         if self.senders:
             require_own_messages(CALLER, self.mesh, groups, "spread parameters over it")
-        # float32 subtracts here, and adds the residual in the core: all frameworks do.
+        # As in all frameworks, the subtraction is in float32, and the core adds the residual.
         delta = jax.tree.map(lambda a, p: a - p[0].astype(jnp.float32), outer_parameters, params)
         configs = self.options.of_tree(delta)
 
@@ -176,10 +176,10 @@ class Method:
     def _of_senders(
         self, options: Options, mean: Any, delta: Any, own: Any, lost: Any, configs: Any
     ) -> Any:
-        """Return the average over the devices that sent a value, from that over all devices.
+        """Return the average over the devices that sent a value, from the average over all devices.
 
-        How many these were is a second message, in which each sends 1 at its indices. It costs the
-        indices once more, which is still a small part of a bit a value.
+        A second message counts the senders: each device sends 1 at the indices of its values. It
+        costs the indices once more, which is still a small fraction of a bit per value.
         """
 
         def places(
@@ -188,8 +188,8 @@ class Method:
             small = d.size < max(tables.SMALLEST_COMPRESSED, config.minimal_size)
             if e is None or small or config.bits == EXACT_BITS:
                 return None
-            # A value that is not sent stays whole: the core's d + e, from which XLA's may differ by
-            # the rounding of e's decay and of the sum, each at most 2^-24 of |d| + |e|.
+            # A value that is not sent stays whole: it is the core's d + e. XLA's may differ by the
+            # rounding of e's decay and of the sum, each at most 2^-24 of |d| + |e|.
             is_whole = jnp.abs(kept - (d + e)) <= 2.0**-22 * (jnp.abs(d) + jnp.abs(e))
             return (~is_whole).astype(jnp.float32)
 

@@ -1,7 +1,7 @@
-"""The outer loop that diloco() makes: when fragments are sent and applied.
+"""The outer loop that diloco() creates: when fragments are sent and applied.
 
 1. states: created, restarted, continued after a failure
-2. steps: what is due, decided by Python, or by a lax.switch where the count of steps is traced
+2. steps: Python decides what is due, or a lax.switch where the step count is traced
 3. helpers
 """
 
@@ -30,15 +30,32 @@ from cgx_ops.methods.outer_loop import Schedule
 
 
 class DiLoCo:
-    """An outer loop over the devices of mesh axes; diloco() makes it.
+    """An outer loop over the devices of mesh axes, created by `diloco` or `sparse_loco`.
 
-    The mutable part is a `DiLoCoState`. `init` and `outer` are pure, and work in jit and inside
-    shard_map too.
+    All mutable values are in a `DiLoCoState`. `init` and `outer` are pure functions that also work
+    in `jax.jit` and inside a `shard_map`.
+
+    Args:
+        schedule: When fragments are sent and applied.
+        method: How fragments are sent and applied.
+        layout: How arrays are sharded.
 
     Attributes:
-        schedule: when fragments are sent and applied.
-        method: how.
-        layout: where arrays lie.
+        schedule: When fragments are sent and applied.
+        method: How fragments are sent and applied.
+        layout: How arrays are sharded.
+
+    Example:
+        >>> import jax
+        >>> from cgx_ops.jax import diloco
+        >>> mesh = jax.make_mesh((1,), ("data",))
+        >>> loop = diloco("data", sync_every=2, mesh=mesh)
+        >>> weights = {"kernel": jax.numpy.ones((30, 40))}
+        >>> params, state = loop.replicate(weights), loop.init(weights)
+        >>> for _ in range(4):
+        ...     params, state = loop.outer(params, state)
+        >>> params["kernel"].shape, int(state.step)
+        ((1, 30, 40), 4)
     """
 
     def __init__(self, schedule: Schedule, method: Method, layout: Layout) -> None:
@@ -49,26 +66,40 @@ class DiLoCo:
     # ---- 1. states -------------------------------------------------------------------------------
 
     def init(self, weights: Any) -> DiLoCoState:
-        """Return the state before the first step; made outside of jit it is where it belongs.
+        """Create the state before the first step.
+
+        Outside of `jax.jit`, its arrays are sharded as `state_specs` describes. Leaves that are
+        empty or not floating-point are not averaged.
 
         Args:
-            weights: one device's parameters, without an axis for the devices; equal on all. Leaves
-              that are not floating-point, or empty, are left alone.
+            weights: The parameters of one device, without an axis over the devices, equal on all
+                devices.
+
+        Returns:
+            The `DiLoCoState`.
 
         Raises:
-            ValueError: no mesh is known; the model has fewer layers than fragments.
-            TypeError: a leaf is of float64 or complex.
+            ValueError: No mesh is known; the model has fewer layers than fragments; error feedback
+                would not converge.
+            TypeError: A leaf is float64 or complex.
         """
         if self._is_inside() or _is_traced(weights):
             return self._new_state(weights)
         return self.layout.placed(self._new_state, self.state_specs(weights), weights)
 
     def replicate(self, tree: Any) -> Any:
-        """Return a copy for each device, (devices, *shape), outside of shard_map.
+        """Return a copy of a tree for each device, outside of `shard_map`.
+
+        Use it for the parameters and for the first state of the inner optimizer.
 
         Args:
-            tree: one device's parameters; or, without param_specs, any other tree of which each
-              device gets a copy, such as the first state of the inner optimizer.
+            tree: The parameters of one device, or, without `param_specs`, any other tree.
+
+        Returns:
+            A tree like `tree` with arrays `(devices, *shape)`, sharded over the axes.
+
+        Raises:
+            ValueError: No mesh is known.
         """
         devices = self._devices()
 
@@ -80,14 +111,28 @@ class DiLoCo:
         return self.layout.placed(copies, self.copy_specs(tree), tree)
 
     def copy_specs(self, tree: Any) -> Any:
-        """Return the PartitionSpecs of what replicate() returns."""
+        """Return the PartitionSpecs of the result of `replicate`.
+
+        Args:
+            tree: As for `replicate`.
+
+        Returns:
+            A tree of PartitionSpecs like `tree`.
+        """
         return self.layout.own(tree)
 
     def state_specs(self, weights: Any) -> Any:
-        """Return the PartitionSpecs of what init() returns, as such a state.
+        """Return the PartitionSpecs of the result of `init`.
 
         Args:
-            weights: one device's parameters, or their jax.ShapeDtypeStructs.
+            weights: The parameters of one device, or their `jax.ShapeDtypeStruct`.
+
+        Returns:
+            A `DiLoCoState` of PartitionSpecs.
+
+        Raises:
+            ValueError: As `init`.
+            TypeError: As `init`.
         """
         return self._specs_of(jax.eval_shape(self._new_state, weights))
 
@@ -118,9 +163,16 @@ class DiLoCo:
         return DiLoCoState(jnp.int32(0), parameters, outer, residual, flight)
 
     def restart(self, params: Any, state: DiLoCoState) -> Any:
-        """Return the outer parameters in place of the parameters, equal on all devices.
+        """Replace the parameters of all devices by the outer parameters, outside of `shard_map`.
 
-        Outside of shard_map. They are also the trained model, on any of the devices.
+        The result is the trained model, equal on all devices.
+
+        Args:
+            params: The parameters of all devices, `(devices, *shape)`.
+            state: The state of the loop.
+
+        Returns:
+            A tree like `params`. Leaves that are not averaged get the first device's values.
         """
 
         def begin(params: Any, outer_parameters: Any) -> Any:
@@ -134,19 +186,24 @@ class DiLoCo:
         return self.layout.placed(begin, specs, params, state.outer_parameters)
 
     def skip(self, state: DiLoCoState) -> DiLoCoState:
-        """Return the state after a step whose synchronisation has failed: nothing is done in it.
+        """Continue after a failed synchronisation: count the step without sending or applying.
 
-        Collective among processes, all of which got an error of outer() that names it. Parameters,
-        outer parameters and residuals stay as they were; the progress is sent the next time.
+        Call it in all processes, if the error of `outer` recommends it. Parameters, outer
+        parameters and residuals stay unchanged. The progress is sent with the next synchronisation.
+
+        Args:
+            state: The state that was passed to the failed `outer`.
+
+        Returns:
+            The state for the next step.
 
         Raises:
-            jax.errors.JaxRuntimeError: another process does not call it, such as where this one
-              alone was short of memory.
-            cgx_ops.MismatchError: in all processes: their outer parameters differ.
+            jax.errors.JaxRuntimeError: Another process does not call it in time.
+            cgx_ops.MismatchError: In all processes, if their outer parameters differ.
         """
         self._require_same({}, {}, state)
         flight = state.flight
-        if flight is not None:  # what failed would make errors of all that is computed with it
+        if flight is not None:  # a failed array makes all that is computed from it fail
             average, lost = jax.tree.map(_zeros_like, (flight.average, flight.lost))
             flight = Flight(self._number(-1), average, lost)
         return state._replace(step=self._number(_int(state.step) + 1), flight=flight)
@@ -154,30 +211,30 @@ class DiLoCo:
     # ---- 2. steps --------------------------------------------------------------------------------
 
     def outer(self, params: Any, state: DiLoCoState) -> tuple[Any, DiLoCoState]:
-        """Count a step, and send and apply what is due after it. Call it after every inner step.
+        """Count a step, and send and apply due fragments. Call it after every inner step.
 
-        Outside of jit, Python decides by the count of steps, and most steps launch nothing. What is
-        sent is not waited for until it is applied. A fragment's parameters, outer parameters and
-        outer optimizer's state are donated when it is applied.
+        Outside of `jax.jit`, most calls launch nothing. A call that sends a fragment does not wait
+        for it; the result is awaited when it is applied. Then the fragment's parameters, outer
+        parameters and outer optimizer state are donated.
 
-        In jit, or inside shard_map with the specs of copy_specs() and state_specs(), a lax.switch
-        decides by the count that the state has.
+        In `jax.jit`, or inside a `shard_map` with `copy_specs` and `state_specs`, a `lax.switch` on
+        the step count selects the work.
 
         Args:
-            params: all devices' parameters after the inner step, (devices, *shape); inside
-              shard_map (1, *shape).
-            state: of init(), or what the last call returned.
+            params: The parameters of all devices after the inner step, `(devices, *shape)`; inside
+                a `shard_map`, `(1, *shape)`.
+            state: The state from `init` or from the last call.
 
         Returns:
-            The parameters and the state to go on with.
+            A pair `(params, state)` for the next step.
 
         Raises:
-            ValueError: the parameters do not fit the state, or the state is of a loop with other
-              settings, or of another number of devices (see `consolidate`).
-            cgx_ops.MismatchError: at the first call outside of jit, in all processes: they have
-              other settings or other outer parameters; it names both sides.
-            jax.errors.JaxRuntimeError: a synchronisation has failed. Outside of jit `params` and
-              `state` are then as they were: see skip().
+            ValueError: The parameters do not fit the state, or the state is from a loop with other
+                settings or for another number of devices (see `consolidate`).
+            cgx_ops.MismatchError: At the first call outside of `jax.jit`, in all processes: their
+                settings or outer parameters differ. The error names both sides.
+            jax.errors.JaxRuntimeError: A synchronisation failed. Outside of `jax.jit`, `params` and
+                `state` are unchanged then: see `skip`.
         """
         if self._is_inside():
             self._check(params, state, 1)
@@ -201,7 +258,7 @@ class DiLoCo:
         return self._done(sent, applied, params, state)
 
     def _switched(self, params: Any, state: DiLoCoState) -> tuple[Any, DiLoCoState]:
-        """Do, inside shard_map, what is due after the step that the state is before."""
+        """Do the work that is due after this step, inside of shard_map."""
         schedule, steps = self.schedule, range(1, self.schedule.sync_every + 1)
         state = state._replace(step=state.step + 1)
         due = [(schedule.sent_after(step), schedule.applied_after(step)) for step in steps]
@@ -220,7 +277,7 @@ class DiLoCo:
     def _done(
         self, sent: int | None, applied: int | None, params: Any, state: DiLoCoState
     ) -> tuple[Any, DiLoCoState]:
-        """Send a fragment, apply one, or do both with the same one."""
+        """Send a fragment, apply one, or both with the same one."""
         if sent is not None:
             average, lost = self._send(sent, params, state)
             if applied is not None:
@@ -256,7 +313,7 @@ class DiLoCo:
     def _apply(
         self, fragment: int, params: Any, state: DiLoCoState, average: Any, lost: Any
     ) -> tuple[Any, DiLoCoState]:
-        """Return what becomes of parameters and state by a fragment's average."""
+        """Return the parameters and the state after a fragment's average is applied."""
         apply = self.method.apply
         if not self._is_inside():
             self._programs.wait(fragment, (average, lost))
@@ -284,14 +341,14 @@ class DiLoCo:
         return devices_of(CALLER, self._axes(), self.layout.mesh)
 
     def _is_inside(self) -> bool:
-        """Return whether this is inside of a shard_map over the axes."""
+        """Return whether this runs inside of a shard_map over the axes."""
         return any(compat.axis_size(axis) is not None for axis in self._axes())
 
     def _number(self, value: int) -> jax.Array:
         return jnp.int32(value) if self._is_inside() else self.layout.number(value)
 
     def _check(self, params: Any, state: DiLoCoState, devices: int) -> None:
-        """Require that parameters and the state are of this loop and have an axis for devices."""
+        """Require that parameters and the state fit this loop and have an axis over devices."""
         values = values_of(params)
         check_values(CALLER, values, state.outer_parameters, devices)
         weights, tree = jax.tree.flatten(_weights_of(params))
@@ -299,17 +356,17 @@ class DiLoCo:
 
     @functools.cached_property
     def _shapes_of_new(self) -> Callable[..., dict[str, tuple[int, ...]]]:
-        """The shapes of a new state; tracing one takes longer than the comparison."""
+        """The shapes of a new state, cached: tracing one takes longer than the comparison."""
 
         @functools.cache
         def shapes(tree: Any, weights: tuple[Any, ...], devices: int) -> dict[str, tuple[int, ...]]:
-            del devices  # of _new_state, which finds them itself
+            del devices  # only a cache key; _new_state determines the number itself
             return shapes_of(jax.eval_shape(self._new_state, tree.unflatten(weights)))
 
         return shapes
 
     def _compare(self, params: Any, state: DiLoCoState) -> None:
-        """Require that all processes have one loop and one state."""
+        """Require that all processes have the same loop and the same state."""
         own, outer = (self._part(state, x, 0) for x in (values_of(params), state.outer_parameters))
         lowered = self._programs.apply.lower(own, outer, state.outer[0], outer)
         self._require_same(
@@ -333,7 +390,7 @@ def _int(number: Any) -> int:
 
 
 def _weights_of(params: Any) -> Any:
-    """Return what one device's parameters are like."""
+    """Return the shapes and dtypes of one device's parameters."""
     return jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(jnp.shape(x)[1:], jnp.result_type(x)), params
     )
@@ -345,6 +402,6 @@ def _copied(tree: Any) -> Any:
 
 
 def _zeros_like(x: jax.Array) -> jax.Array:
-    """Return zeros that lie as an array does, whatever that holds."""
+    """Return zeros with the shape, dtype and sharding of an array, which may have failed."""
     zeros = jax.jit(lambda: jnp.zeros(x.shape, x.dtype), out_shardings=x.sharding)
     return zeros()

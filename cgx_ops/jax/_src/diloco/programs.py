@@ -1,6 +1,6 @@
-"""The programs by which an outer loop sends and applies fragments outside of jit.
+"""The programs with which an outer loop sends and applies fragments outside of jit.
 
-Sending is a separate program, which runs beside the next steps.
+Sending is a separate program, which runs at the same time as the next steps.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from cgx_ops.jax._src.transforms.base import import_optax
 
 # The execution stream of sending programs: any number that no other stream has.
 _STREAM = 0x636778
-# Codes of errors after which a communicator is closed: DEADLINE_EXCEEDED, ABORTED and UNAVAILABLE
+# Error codes after which a communicator is closed: DEADLINE_EXCEEDED, ABORTED and UNAVAILABLE
 # (xla_ffi/core.h).
 _CLOSED = (4, 10, 14)
 
@@ -46,13 +46,13 @@ class Programs:
         return jax.jit(send, static_argnums=0)
 
     def wait(self, fragment: int, sent: Any) -> None:
-        """Wait for what send() returned."""
+        """Wait for the result of send()."""
         with _failing(fragment):
             jax.block_until_ready(sent)
 
     @functools.cached_property
     def apply(self) -> Any:
-        """method.apply() over the mesh; all but the average is donated."""
+        """method.apply() over the mesh. All arguments except the average are donated."""
 
         def apply(params: Any, outer_parameters: Any, outer: Any, average: Any) -> Any:
             layout, optax = self._layout, import_optax(CALLER)
@@ -66,20 +66,20 @@ class Programs:
         return jax.jit(apply, donate_argnums=(0, 1, 2))
 
     def _beside(self) -> contextlib.AbstractContextManager[None]:
-        """Run the launched program beside the steps that follow, where XLA supports that."""
-        # XLA's own collectives are matched by their order.
+        """Run the launched program at the same time as the next steps, where XLA supports that."""
+        # XLA matches its own collectives by their order.
         ours = self._method.options.carrier == "native" and self._is_delayed
         return compat.execution_stream(_STREAM) if ours else contextlib.nullcontext()
 
 
 @contextlib.contextmanager
 def _failing(fragment: int) -> Iterator[None]:
-    """Add to the error of a failed synchronisation what is left, and the remedy."""
+    """Add the state of the loop and the remedy to the error of a failed synchronisation."""
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
-        remedy = "Go on with state = loop.skip(state), in all processes"
-        # Devices of one process get new connections; processes do not.
+        remedy = "Continue with state = loop.skip(state), in all processes"
+        # Devices of one process reconnect; processes do not.
         if jax.process_count() > 1 and error.error_code in _CLOSED:
             remedy = (
                 "cgx's connections are closed, also between the remaining processes: restart all "
@@ -87,5 +87,5 @@ def _failing(fragment: int) -> Iterator[None]:
             )
         raise jax.errors.JaxRuntimeError(
             f"{CALLER}: fragment {fragment} was not averaged; parameters, outer parameters and "
-            f"residuals are as they were. {remedy}: {error}"
+            f"residuals are unchanged. {remedy}: {error}"
         ) from error

@@ -1,9 +1,9 @@
 """diloco: devices train independently, and average their progress every few steps.
 
-After a step in which a fragment of the parameters is due, on each device:
+After a step in which a fragment of the parameters is due, each device does:
 
-  1. send: the difference of its parameters to the outer parameters, plus the residual, is averaged,
-     compressed, in a separate program that runs beside the next steps
+  1. send: the difference of outer parameters and parameters, plus the residual, is averaged,
+     compressed, in a separate program that runs at the same time as the next steps
   2. apply, some steps later: an outer optimizer steps from the outer parameters by the average;
      parameters become the outer parameters, or a mixture of both
 
@@ -48,19 +48,20 @@ def diloco(
     param_specs: Any = None,
     **keywords: Unpack[Keywords],
 ) -> DiLoCo:
-    """Return an outer loop: parameters that differ between devices, averaged every few steps.
+    """Create an outer loop: devices train independently and average parameters every few steps.
 
-    Each device has separate parameters and a separate optimizer, in arrays with one more axis in
-    front, over the devices. A step of one device does not depend on the others:
+    Each device has its own parameters and its own inner optimizer. They are arrays with one more
+    axis in front, over the devices. An inner step does not communicate::
 
         loop = diloco("data", sync_every=30, bits=4, mesh=mesh)
         params, state = loop.replicate(weights), loop.init(weights)
+        moments = loop.replicate(adamw.init(weights))
 
         @partial(jax.jit, donate_argnums=(0, 1))
         @jax.shard_map(mesh=mesh, in_specs=P("data"), out_specs=P("data"))
         @jax.vmap                      # over the one copy that a device has
         def inner(params, moments, batch):
-            gradients = jax.grad(loss)(params, batch)
+            gradients = jax.grad(loss_of)(params, batch)
             updates, moments = adamw.update(gradients, moments, params)
             return optax.apply_updates(params, updates), moments
 
@@ -68,41 +69,61 @@ def diloco(
             params, moments = inner(params, moments, batch)
             params, state = loop.outer(params, state)
 
-    `sync_every`, `fragments`, `fragment_sync_delay` and `fragment_update_alpha` are torchft's and
-    torchtitan's words. Docs: docs/guides/diloco.md.
+    The arguments `sync_every`, `fragments`, `fragment_sync_delay` and `fragment_update_alpha` have
+    the names of torchft and torchtitan.
 
     Args:
-        axis_name: name of a mesh axis, or a tuple of names, over which devices train independently.
-        sync_every: steps from one synchronisation of a parameter to the next.
-        fragments: parts of the model that take turns, every fragments-th layer each, one every
-          sync_every / fragments steps; they divide sync_every.
-        fragment_sync_delay: steps from sending a fragment to applying it, less than that.
-        fragment_update_alpha: how much of a parameter stays the device's own when its average is
-          applied, from 0 to 1.
-        outer_optimizer: an optax transformation. It gets the average of outer parameter - parameter
-          as the gradient of the outer parameter, a fragment at a time. None: optax.sgd(0.7,
-          momentum=0.9, nesterov=True).
-        mean_over: "ranks": the mean over all devices. "senders": of each value over those that
-          sent it (SparseLoCo), which takes compressor="topk".
-        config: as of `average_gradients`. algorithm="auto" is "by_hosts" whatever the size, as in
-          torch, and "one_shot" for "senders".
-        key: as of `average_gradients`.
-        name: of the collectives, as of `psum_q`: another one for each outer loop in a program.
-        rules: as of `average_gradients`.
-        fuse: as of `psum_q`.
-        carrier: as of `psum_q`.
-        mesh: of the devices; None: that of `jax.set_mesh`.
-        param_specs: the PartitionSpecs of one device's parameters over other axes of the mesh, a
-          tree like them; None: P() for all.
-        **keywords: bits, bucket_size, compressor and rounding, which replace those of config.
+        axis_name: Name of a mesh axis, or a tuple of names, over which devices train independently.
+        sync_every: Steps between two synchronisations of a parameter, at least 1.
+        fragments: Number of parts of the model that are synchronised in turn. A fragment has every
+            fragments-th layer, and one is sent every `sync_every / fragments` steps. Must divide
+            `sync_every`. Default 1.
+        fragment_sync_delay: Steps from sending a fragment to applying it, less than `sync_every /
+            fragments`. Default 0.
+        fragment_update_alpha: Share of the device's own parameter that is kept when a fragment is
+            applied, from 0 (default) to 1.
+        outer_optimizer: An optax transformation. Its gradient is the average of outer parameter
+            minus parameter, one fragment at a time. None (default) means
+            `optax.sgd(0.7, momentum=0.9, nesterov=True)`.
+        mean_over: "ranks" (default) averages over all devices. "senders" averages each value over
+            the devices that sent it (SparseLoCo), which needs `compressor="topk"`.
+        config: How differences are sent, as in `average_gradients`. None (default) means
+            `Config(error_feedback=True)`. The algorithm "auto" means "by_hosts", and "one_shot" for
+            "senders".
+        key: A PRNG key for random rounding, as in `average_gradients`.
+        name: Identifies the collectives across processes. Each outer loop of a program needs a
+            different name. Default "diloco".
+        rules: Settings per leaf, by its path, as in `average_gradients`.
+        fuse: How leaves share messages, as in `psum_q`.
+        carrier: "native" (default) or "xla", as in `psum_q`.
+        mesh: The mesh of the devices. None (default) is the mesh of `jax.set_mesh`.
+        param_specs: The PartitionSpecs of one device's parameters over other mesh axes, a tree like
+            them. None (default) means `P()` for all.
+        **keywords: `bits`, `bucket_size`, `compressor` and `rounding` override fields of `config`.
+
+    Returns:
+        A `DiLoCo` loop.
 
     Raises:
         ImportError: optax is not installed.
-        ValueError: an argument is out of its range; "senders" without compressor="topk"; at init,
-          error feedback does not converge, or all leaves are exact with error_feedback=True.
-        NotImplementedError: when it sends; "senders" where several processes have several devices
-          of the axis each, whose values are summed before they are sent.
-        TypeError: as `psum_q`.
+        ValueError: An argument is out of range; "senders" without `compressor="topk"`, error
+            feedback or algorithm "one_shot"; `name` is empty.
+        TypeError: A key or static argument has the wrong type, as in `psum_q`.
+        NotImplementedError: When it sends: "senders", and several processes have several devices of
+            the axis each.
+
+    Example:
+        >>> import jax
+        >>> from cgx_ops.jax import diloco
+        >>> mesh = jax.make_mesh((1,), ("data",))
+        >>> loop = diloco("data", sync_every=2, bits=4, mesh=mesh)
+        >>> weights = jax.numpy.ones((30, 40))
+        >>> params, state = loop.replicate(weights), loop.init(weights)
+        >>> for _ in range(2):
+        ...     params = params - 0.5          # instead of an inner step
+        ...     params, state = loop.outer(params, state)
+        >>> params.shape, bool((params == state.outer_parameters).all())
+        ((1, 30, 40), True)
     """
     optax = import_optax(CALLER)
     schedule = Schedule(sync_every, fragments, fragment_sync_delay, fragment_update_alpha)
@@ -116,7 +137,7 @@ def diloco(
         key=key, name=name, rules=rules, fuse=fuse, carrier=carrier,
     )  # fmt: skip
     if options.config.algorithm == "auto":
-        # A device can find out what it sent only if no other device sends its values on.
+        # A device can find out what it sent only if no other device forwards its values.
         algorithm: Algorithm = "one_shot" if senders else "by_hosts"
         options = replace(options, config=replace(options.config, algorithm=algorithm))
     if senders and (
@@ -127,7 +148,9 @@ def diloco(
             "error_feedback and algorithm out"
         )
     if not name:
-        raise ValueError(f"{CALLER}: name is ''; give one, by which processes find each other")
+        raise ValueError(
+            f"{CALLER}: name is ''; it must not be empty, since processes identify their loop by it"
+        )
     alpha = schedule.fragment_update_alpha
     method = Method(
         axis_name, outer_optimizer, alpha, options, senders, mesh, is_configured=config is not None
@@ -138,17 +161,35 @@ def diloco(
 def sparse_loco(
     axis_name: Axes, *, sync_every: int, density: float = 1 / 64, **more: Any
 ) -> DiLoCo:
-    """Return SparseLoCo: the largest values of chunks of 4096, feedback in place of momentum.
+    """Create a SparseLoCo outer loop: only the largest values of each chunk of 4096 are sent.
 
-    Each device sends a share `density` of differences plus residuals, in 2 bits, and keeps 0.95
-    of the rest; the outer optimizer is plain SGD of rate 1 over the mean of those that sent a value
-    (Sarfi et al., 2025; the outer rate and the decay are Covenant-72B's).
+    Each device sends a fraction `density` of its differences plus residuals, with 2 bits per value.
+    The residual is 0.95 of the rest. The outer optimizer is `optax.sgd(1.0)` without momentum,
+    over the mean of the devices that sent a value (Sarfi et al., 2025; outer rate and decay are
+    those of Covenant-72B).
 
     Args:
-        axis_name: as of diloco().
-        sync_every: as of diloco().
-        density: the share of values that is sent.
-        **more: every other argument of diloco() but config and mean_over.
+        axis_name: Name of a mesh axis, or a tuple of names.
+        sync_every: Steps between two synchronisations of a parameter.
+        density: The fraction of values that each device sends. Default 1/64.
+        **more: All other arguments of `diloco`, except `config` and `mean_over`.
+
+    Returns:
+        A `DiLoCo` loop.
+
+    Raises:
+        ImportError: optax is not installed.
+        ValueError: An argument is out of range, as in `diloco`.
+        TypeError: An argument has the wrong type, as in `diloco`, or is unknown.
+        NotImplementedError: When it sends: several processes have several devices of the axis each.
+
+    Example:
+        >>> import jax
+        >>> from cgx_ops.jax import sparse_loco
+        >>> mesh = jax.make_mesh((1,), ("data",))
+        >>> loop = sparse_loco("data", sync_every=30, mesh=mesh)
+        >>> loop.init(jax.numpy.ones((64, 64))).residual.shape
+        (1, 64, 64)
     """
     optax = import_optax("sparse_loco")
     config = Config(

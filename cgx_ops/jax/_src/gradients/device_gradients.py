@@ -1,8 +1,8 @@
-"""What value_and_grad differentiates: each device's own value, before anything is sent.
+"""Each device's own value and gradients, before anything is sent: the base of value_and_grad.
 
-JAX automatically sums, exactly, the gradients of weights that all devices share. So the weights are
-made to vary first; and a value that all devices share is refused, because its gradients are shares
-of one sum, not each device's own.
+JAX sums the gradients of weights that all devices share, automatically and exactly. So the weights
+are made to vary first. A value that all devices share is refused: its gradients are shares of one
+sum, not each device's own.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -15,13 +15,13 @@ from cgx_ops.jax._src.runtime import compat
 
 
 def differentiated_places(caller: str, argnums: int | Sequence[int], count: int) -> tuple[int, ...]:
-    """Return the places, from 0, of the arguments among `count` that argnums names."""
+    """Return the positions, from 0, of the arguments among `count` that argnums selects."""
     numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
     for number in numbers:
         if not -count <= number < count:
             raise TypeError(
-                f"{caller}: argnums={argnums} of a call with {count} positional arguments: they "
-                f"are {-count} to {count - 1}"
+                f"{caller}: argnums is {argnums}, and the call has {count} positional arguments: "
+                f"use {-count} to {count - 1}"
             )
     return tuple(number % count for number in numbers)
 
@@ -33,10 +33,10 @@ def device_value_and_grad(
     argnums: int | Sequence[int],
     has_aux: bool,
 ) -> Callable[..., Any]:
-    """Return jax.value_and_grad of `fun`, for the body of a shard_map, on each device separately.
+    """Return jax.value_and_grad of `fun`, on each device separately, for the body of a shard_map.
 
     Raises:
-        ValueError: at the call; the value is equal on all devices, so it was reduced already.
+        ValueError: At the call, the value is equal on all devices, so it was reduced already.
     """
 
     def differentiated(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
@@ -49,7 +49,7 @@ def device_value_and_grad(
                 f"{caller}: the value of fun is the same on all devices of "
                 f"{sorted(shared, key=str)}, so the gradients are not those of each device's own "
                 "value, and their mean would be N times too small. Return the device's own value "
-                "from fun, without psum or pmean over these axes; it is averaged here"
+                f"from fun, without psum or pmean over these axes; {caller} averages it"
             )
         return result, gradients
 

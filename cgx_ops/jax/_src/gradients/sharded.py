@@ -1,14 +1,14 @@
-"""value_and_grad from outside a shard_map: in plain jax.jit, over arrays with shardings.
+"""value_and_grad outside of a shard_map: in plain jax.jit, over arrays with shardings.
 
-XLA's partitioner reduces such gradients automatically and exactly, and there is no call to replace.
-So:
+XLA's partitioner reduces such gradients automatically and exactly, so there is no call to replace.
+Instead:
 
-  1. a shard_map over the data axes alone; other axes stay the compiler's
-  2. weights that are sharded over data axes (FSDP, ZeRO) are gathered, exactly; then the loss of
-     this device's part of the batch, and its gradients
-  3. gradients in bits: of weights that all devices share by pmean_q, of sharded ones by
-     psum_scatter_q; in a nested shard_map over all other axes, in which a device sends the part of
-     a weight that its spec makes its own
+  1. a shard_map over the data axes alone; XLA partitions over the other axes
+  2. weights that are sharded over data axes (FSDP, ZeRO) are gathered, exactly; then each device
+     computes the loss of its part of the batch, and its gradients
+  3. gradients are compressed: those of shared weights by pmean_q, those of sharded weights by
+     psum_scatter_q. This runs in a nested shard_map over all other axes, in which a device sends
+     the part of a weight that its spec assigns to it
 """
 
 from collections.abc import Callable, Sequence
@@ -38,15 +38,15 @@ def value_and_grad_of_shards(
     mesh: Mesh | AbstractMesh | None,
     options: Options,
 ) -> Callable[..., Any]:
-    """Return what gradients.value_and_grad() documents for in_specs."""
+    """Implement gradients.value_and_grad() for calls with in_specs."""
     caller = options.caller
     own_value_and_grad = device_value_and_grad(caller, fun, axes, argnums, has_aux)
 
     def differentiated(*args: Any) -> Any:
         if len(args) != len(in_specs):
             raise TypeError(
-                f"{caller}: {len(args)} arguments for {len(in_specs)} in_specs: give a "
-                "PartitionSpec, or a tree of them, for each"
+                f"{caller}: {len(args)} arguments but {len(in_specs)} in_specs: give a "
+                "PartitionSpec, or a tree of them, for each argument"
             )
         places = differentiated_places(caller, argnums, len(args))
         specs = [
@@ -96,21 +96,24 @@ def _part(spec: PartitionSpec, axes: Sequence[Any], *, others: bool = False) -> 
 
 
 def _sharded_dimension(spec: PartitionSpec, axes: tuple[Any, ...]) -> int | None:
-    """Return the dimension of weights that is sharded over the data axes; None: none is."""
+    """Return the dimension that is sharded over the data axes, or None."""
     found = [d for d, entry in enumerate(_entries(spec)) if set(entry) & set(axes)]
     if not found:
         return None
     ours = tuple(axis for axis in _entries(spec)[found[0]] if axis in axes)
     if len(found) > 1 or ours != axes:
         raise ValueError(
-            f"value_and_grad: weights of spec {spec}, data axes {axes}: shard one dimension over "
-            "all of these axes, in their order, or none. If weights are sharded over one data axis "
-            "of two (HSDP), name that one alone as axis_name: XLA averages over the other, exactly"
+            f"value_and_grad: weights have the spec {spec}, and the data axes are {axes}: shard "
+            "one dimension over all of these axes, in their order, or none. If weights are "
+            "sharded over one data axis of two (HSDP), pass only that one as axis_name: XLA "
+            "averages over the other, exactly"
         )
     return found[0]
 
 
 def _gathered(weights: Any, specs: Specs, axes: tuple[Any, ...]) -> Any:
+    """Return whole weights, gathered over the data axes where their specs split them."""
+
     def whole(leaf: jax.Array, spec: PartitionSpec) -> jax.Array:
         dimension = _sharded_dimension(spec, axes)
         if dimension is None:
@@ -135,7 +138,7 @@ def _reduced(gradients: Any, specs: Specs, axes: tuple[Any, ...], options: Optio
     of_blocks = list(rest)
     for number, d in enumerate(dimensions):
         if d is not None:
-            # Devices' blocks get a separate axis, which no other axis of the mesh cuts.
+            # A separate dimension for the devices' blocks, which no other mesh axis splits.
             shape, spec = leaves[number].shape, rest[number]
             cut = (*shape[:d], size, shape[d] // size, *shape[d + 1 :])
             leaves[number] = leaves[number].reshape(cut)
@@ -144,7 +147,7 @@ def _reduced(gradients: Any, specs: Specs, axes: tuple[Any, ...], options: Optio
     def reduce(key: jax.Array | None, leaves: list[jax.Array]) -> list[jax.Array]:
         own = options.with_key(key)
         pairs = list(zip(leaves, dimensions, strict=True))
-        # None holds a sharded leaf's place, so that rules match the paths of the whole tree.
+        # None replaces sharded leaves, so that rules match the paths of the whole tree.
         shared = tree.unflatten([leaf if d is None else None for leaf, d in pairs])
         means = iter(jax.tree.leaves(reduce_over(own, shared, None, axes, "avg")[0]))
         return [
@@ -153,7 +156,7 @@ def _reduced(gradients: Any, specs: Specs, axes: tuple[Any, ...], options: Optio
         ]
 
     named = {axis for spec in rest for entry in _entries(spec) for axis in entry}
-    others = named | set(compat.automatic_axes())  # psum_q leaves none to the compiler
+    others = named | set(compat.automatic_axes())  # psum_q needs all axes to be manual
     if others:
         reduce = jax.shard_map(
             reduce, in_specs=(PartitionSpec(), of_blocks), out_specs=rest, axis_names=others
@@ -162,12 +165,13 @@ def _reduced(gradients: Any, specs: Specs, axes: tuple[Any, ...], options: Optio
 
 
 def _check_scattered(options: Options) -> None:
+    """Refuse settings that psum_scatter_q does not support."""
     if options.carrier != "native" or isinstance(options.fuse, Plan):
         what = "a plan" if options.carrier == "native" else f"carrier={options.carrier!r}"
         raise ValueError(
             f"{options.caller}: {what} with weights that are sharded over the data axes: their "
-            "gradients go by psum_scatter_q, which has neither. Leave it out, or give these "
-            "weights a spec without the data axes"
+            "gradients are reduced by psum_scatter_q, which does not support it. Leave it out, or "
+            "give these weights a spec without the data axes"
         )
 
 
@@ -179,7 +183,7 @@ def _scattered(
     options: Options,
     config: Config,
 ) -> jax.Array:
-    """Return this device's block of a leaf's sum. Every leaf has another name and other noise."""
+    """Return this device's block of a leaf's sum. Leaves have separate names and noise."""
     own = replace(
         options.of_message(str(number)), config=config, rules=None, verb="reduce_scatter",
         key=None if options.key is None else jax.random.fold_in(options.key, number),

@@ -1,4 +1,4 @@
-"""What quantization must lose of each leaf, inside a program: for planner.AdaptiveBits."""
+"""The expected quantization error of each leaf, for planner.AdaptiveBits."""
 
 import math
 from typing import Any, Literal
@@ -13,31 +13,39 @@ from cgx_ops.jax._src.collectives.options import name_of_leaf
 def statistics(
     tree: Any, *, bucket_size: int = 512, compressor: Literal["uniform", "levels"] = "uniform"
 ) -> dict[str, jax.Array]:
-    """Return each leaf's statistic (cgx_ops.planner.statistic) by value, in float32.
+    """Measure how large the quantization error of each leaf must be, as input of adaptive bits.
 
-    Average it over the mesh axes, so that all devices have the same, and give it to
-    AdaptiveBits.observe():
+    The values are those of `cgx_ops.planner.statistic`. Average them over the mesh axes, so that
+    all devices have the same, and pass them to `cgx_ops.planner.AdaptiveBits.observe`::
 
         found = jax.lax.pmean(statistics(gradients), "data")
 
-    where gradients are each device's own: of jax.lax.pcast(params, "data", to="varying") where
-    shard_map checks types, because JAX sums those of shared params automatically.
+    Pass each device's own gradients: inside a `shard_map` that checks types, differentiate
+    `jax.lax.pcast(weights, "data", to="varying")`.
 
     Args:
-        tree: a pytree of arrays, such as a device's own gradients.
-        bucket_size: as the leaves travel.
-        compressor: as they travel: "uniform" has sums of B R^2 / 12, "levels" of squares.
+        tree: A pytree of arrays, such as a device's own gradients.
+        bucket_size: The bucket size with which leaves are sent. Default 512.
+        compressor: "uniform" (default) or "levels", as leaves are sent. "uniform" measures the
+            ranges of buckets, "levels" the mean square.
 
     Returns:
-        A scalar for each leaf that has values, by its name in rules and plans.
+        A dict from leaf name, as in rules and plans, to a float32 scalar. Empty leaves are left
+        out.
 
     Raises:
-        InvalidArgument: another compressor, or no bucket size.
+        cgx_ops.InvalidArgument: The compressor is another one, or `bucket_size` is less than 1.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from cgx_ops.jax import statistics
+        >>> statistics({"kernel": jnp.array([0.0, 3.0, 6.0])})
+        {'kernel': Array(3., dtype=float32)}
     """
     if compressor not in ("uniform", "levels") or bucket_size < 1:
         raise InvalidArgument(
-            f"compressor is {compressor!r} and bucket_size {bucket_size}; statistics are those of "
-            "'uniform' and 'levels', in buckets of one value or more"
+            f"compressor is {compressor!r} and bucket_size is {bucket_size}; compressor must be "
+            "'uniform' or 'levels', and bucket_size at least 1"
         )
 
     def loss(leaf: Any) -> jax.Array:

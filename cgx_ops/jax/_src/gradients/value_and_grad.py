@@ -1,12 +1,13 @@
-"""compress_grads and value_and_grad: gradients whose sum over a mesh axis travels compressed.
+"""compress_grads and value_and_grad: gradients, compressed while they are summed over mesh axes.
 
-Two ways to one result, for weights that all devices of the axis share:
+Both are for weights that all devices of the axis share:
 
     compress_grads(weights, axis)      inside the loss: its backward pass is psum_q
     value_and_grad(loss, axis)         around the loss: jax.value_and_grad, then pmean_q
 
 JAX sums the gradients of shared weights automatically and exactly, unless the weights vary over the
-axis. Both make them vary first; a psum_q after JAX's sum would silently be N times too large.
+axis. Both functions make the weights vary first. Without that, a psum_q after JAX's own sum would
+return gradients that are N times too large, without an error.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -40,46 +41,56 @@ def compress_grads(
     carrier: Carrier = "native",
     **keywords: Unpack[Keywords],
 ) -> Any:
-    """Return `params` unchanged; their gradient is summed over mesh axes by `psum_q`.
+    """Return `params` unchanged, and compress the sum of their gradients over mesh axes.
 
-    Call it on the weights inside `jax.shard_map`, before they are used:
+    Call it inside the loss, on the weights, before they are used::
 
         def loss(weights, batch):
             weights = cgx_ops.jax.compress_grads(weights, "data", bits=4, key=key)
-            return lax.pmean(loss_of(model(weights, batch)), "data")
+            return jax.lax.pmean(loss_of(weights, batch), "data")
 
-    It stands where JAX would sum over the devices itself and changes how that sum travels, never
-    what it means: jax.grad of `loss`, in the body or around the shard_map, gives the gradient that
-    it gives without this call, except for the compression. So of a loss that is averaged over the
-    axis it is the gradient of the average; of each device's own loss, that of their sum.
+    The backward pass sums the gradients over the devices by `psum_q`, where JAX would sum them
+    exactly. Apart from quantization, `jax.grad(loss)` returns the same gradient as without this
+    call. For a loss that is averaged over the axis, it is the gradient of the average. For each
+    device's own loss, it is the gradient of their sum. `jax.grad` may stand inside or around the
+    `shard_map`.
 
     Args:
-        params: an array or a pytree of arrays of float32, float16 or bfloat16, any shape, equal on
-          all devices of the axis: passed to shard_map with in_specs that do not name it.
-        axis_name: name of a mesh axis, or a tuple of names.
-        config: as of `psum_q`; there is no error feedback: `average_gradients` has it.
-        key: a PRNG key, as of `psum_q`: give another in every step.
-        name: of the collective, as of `psum_q`.
-        rules: as of `psum_q`. By default leaves of at most one dimension are sent exact; None
-          compresses them too.
-        fuse: as of `psum_q`: by default small trees are one message, which goes when the last
-          gradient is computed. To overlap that with the rest of the backward pass, give False.
-        carrier: as of `psum_q`.
-        **keywords: bits, bucket_size, compressor and rounding, which replace those of config.
+        params: An array or a pytree of arrays of float32, float16 or bfloat16, equal on all devices
+            of the axis. The `in_specs` of the `shard_map` must not split them over it.
+        axis_name: Name of a mesh axis, or a tuple of names.
+        config: How values are sent, as in `psum_q`. Error feedback needs state: use
+            `average_gradients` for it.
+        key: A PRNG key for random rounding, another one in every step. None (default) rounds to
+            nearest.
+        name: Identifies the collective across processes, as in `psum_q`.
+        rules: Settings per leaf, by its path. `Rules()` (default) sends biases and other leaves of
+            at most one dimension exactly. None compresses them too.
+        fuse: How leaves share messages, as in `psum_q`. With False, each gradient is sent as soon
+            as it is computed, even in small models.
+        carrier: "native" (default) or "xla", as in `psum_q`.
+        **keywords: `bits`, `bucket_size`, `compressor` and `rounding` override fields of `config`.
 
     Returns:
-        `params`, varying over the axes for JAX's type checks.
+        `params`. Their checked type varies over the axes.
 
     Raises:
-        NameError: an axis name is not bound here: there is no shard_map around the call.
-        ValueError: `params` vary over the axes already; else as `psum_q`.
-        NotImplementedError: the shard_map has check_vma=False, where this cannot be right in every
-          place that jax.grad may stand in; else as `psum_q`.
-        TypeError: as `psum_q`; forward-mode differentiation (jax.jvp).
+        NameError: An axis name is not bound by a `shard_map` around the call.
+        ValueError: `params` vary over the axes already; the key varies over an axis over which they
+            do not; a setting does not fit, as in `psum_q`.
+        NotImplementedError: The `shard_map` has `check_vma=False`; the axes or the platform are not
+            supported, as in `psum_q`.
+        TypeError: A leaf, key or static argument has the wrong type, as in `psum_q`; or the loss is
+            differentiated in forward mode (`jax.jvp`).
+        jax.errors.JaxRuntimeError: At run time, a peer failed, as in `psum_q`.
 
     Example:
-        >>> loss = lambda w: (compress_grads(w, "d", bits=8) ** 2).sum()
-        >>> mesh = jax.make_mesh((1,), ("d",))
+        >>> import jax
+        >>> from cgx_ops.jax import compress_grads
+        >>> def loss(weights):
+        ...     weights = compress_grads(weights, "data", bits=8)
+        ...     return (weights ** 2).sum()
+        >>> mesh = jax.make_mesh((1,), ("data",))
         >>> step = jax.shard_map(jax.grad(loss), mesh=mesh, in_specs=jax.P(), out_specs=jax.P())
         >>> step(jax.numpy.ones(4))
         Array([2., 2., 2., 2.], dtype=float32)
@@ -90,16 +101,17 @@ def compress_grads(
     )
     axes = mesh_groups(caller, axis_name).axes
     if not compat.types_are_checked():
-        # Around the shard_map JAX would sum what psum_q summed, once more; in the body it would
-        # leave a loss's own psum or pmean out of account. Neither can be seen from here.
+        # If jax.grad is around the shard_map, JAX would sum the result of psum_q a second time. In
+        # the body it would ignore a psum or pmean of the loss. This code cannot detect either.
         raise NotImplementedError(
             f"{caller} in a shard_map with check_vma=False: JAX would sum the gradients of "
-            "replicated weights once more, and they would be N times too large. Leave check_vma at "
-            "its default, True, or take the gradient in the body with cgx_ops.jax.value_and_grad"
+            "replicated weights a second time, and they would be N times too large. Leave "
+            "check_vma at its default, True, or take the gradient in the body with "
+            "cgx_ops.jax.value_and_grad"
         )
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         checked_leaf(caller, path, leaf)
-        options.of(path, leaf)  # which checks it
+        options.of(path, leaf)  # raises if it is invalid
         _check_shared(caller, f"params{jax.tree_util.keystr(path)}", leaf, axes, key)
     options.warn_of_unmatched(params)
 
@@ -112,7 +124,7 @@ def compress_grads(
         return shared(params, key), key
 
     def backward(key: jax.Array | None, cotangents: Any) -> tuple[Any, None]:
-        # The key came as a residual: the forward pass's own may belong to another shard_map.
+        # Use the key from the residuals: that of the forward pass may belong to another shard_map.
         return reduce_over(options.with_key(key), cotangents, None, axes, "sum")[0], None
 
     shared.defvjp(forward, backward)
@@ -135,67 +147,91 @@ def value_and_grad(
     carrier: Carrier = "native",
     **keywords: Unpack[Keywords],
 ) -> Callable[..., Any]:
-    """Do as `jax.value_and_grad`, and average over mesh axes: the value exactly, gradients in bits.
+    """Create a function like `jax.value_and_grad` that averages compressed gradients over devices.
 
-    For use inside `jax.shard_map`, with check_vma True or False:
+    Use it inside `jax.shard_map`, with `check_vma` True or False. `loss_of` returns the mean loss
+    of the device's own part of the batch::
 
         gradient_of = cgx_ops.jax.value_and_grad(loss_of, "data", bits=4, key=key)
         loss, gradients = gradient_of(weights, batch)
 
-    where `loss_of` is the device's own mean loss. Both results are those of the mean over devices.
-
-    In plain `jax.jit`, over arrays with shardings, where XLA would reduce gradients automatically,
-    it adds a shard_map:
+    In plain `jax.jit` over sharded arrays (pjit), pass `in_specs`. XLA would reduce these gradients
+    itself, so `value_and_grad` adds a `shard_map` over the data axes::
 
         gradient_of = cgx_ops.jax.value_and_grad(
             loss_of, "data", in_specs=(P(), P("data")), mesh=mesh, bits=4, key=key
         )
 
-    Axes that axis_name does not name stay the compiler's in `loss_of`.
+    XLA still partitions `loss_of` over the other axes of the mesh.
 
     Args:
-        fun: returns a scalar (or a scalar and anything, with has_aux) that no psum or pmean over
-          the axes went into.
-        axis_name: name of a mesh axis, or a tuple of names.
-        argnums: which arguments to differentiate, as of jax.value_and_grad. Each is a pytree of
-          float32, float16 or bfloat16. Weights that differ between devices all get the mean of
-          their gradients. Gradients of several arguments travel as one tree, the tuple of them; so
-          for rules a leaf's path begins with its place in argnums, such as "0.kernel".
-        has_aux: whether fun returns a pair, of which only the first is differentiated.
-        in_specs: how each argument is sharded, a PartitionSpec or a tree of them (a prefix of the
-          argument's tree): outside a shard_map. Weights may be sharded over the data axes too,
-          along one dimension (FSDP): they are gathered, exactly, before fun, and their gradients
-          come back in the same shards, by `psum_scatter_q`. Other axes that a weight's spec names
-          are those of its parts (tensor parallelism): each part's gradient is sent by its own
-          devices. Only differentiated arguments are gathered. A frozen weight with a data axis in
-          its spec reaches fun as a shard, like a batch.
-        mesh: of in_specs; None: that of jax.set_mesh.
-        config: as of `psum_q`; there is no error feedback: `average_gradients` has it.
-        key: a PRNG key, as of `psum_q`: give another in every step.
-        name: of the collective, as of `psum_q`.
-        rules: as of `psum_q`. By default leaves of at most one dimension are sent exact; None
-          compresses them too.
-        fuse: as of `psum_q`.
-        carrier: as of `psum_q`.
-        **keywords: bits, bucket_size, compressor and rounding, which replace those of config.
+        fun: The loss function. It returns a scalar, or a pair of a scalar and anything with
+            `has_aux`. The scalar must not have been reduced over the axes by `psum` or `pmean`.
+        axis_name: Name of a mesh axis, or a tuple of names.
+        argnums: Which positional arguments to differentiate, as in `jax.value_and_grad`. Each is a
+            pytree of float32, float16 or bfloat16. For several arguments, leaf paths in rules begin
+            with the position in `argnums`, such as "0.kernel". Weights that differ between devices
+            all get the mean of their gradients.
+        has_aux: Whether `fun` returns a pair, of which only the first part is differentiated.
+        in_specs: For calls outside of a `shard_map`: the sharding of each argument, as a
+            `PartitionSpec` or a tree of them. Weights may be split over the data axes along one
+            dimension (FSDP). They are gathered exactly before `fun`, and their gradients are
+            reduced to the same shards by `psum_scatter_q`. Axes of tensor parallelism must be
+            named, too: each part's gradient is sent by the devices that hold it. An argument that
+            is not differentiated reaches `fun` as the device's shard.
+        mesh: The mesh of `in_specs`. None (default) is the mesh of `jax.set_mesh`.
+        config: How values are sent, as in `psum_q`. Error feedback needs state: use
+            `average_gradients` for it.
+        key: A PRNG key for random rounding, another one in every step. None (default) rounds to
+            nearest.
+        name: Identifies the collective across processes, as in `psum_q`.
+        rules: Settings per leaf, by its path. `Rules()` (default) sends biases and other leaves of
+            at most one dimension exactly. None compresses them too.
+        fuse: How leaves share messages, as in `psum_q`.
+        carrier: "native" (default) or "xla", as in `psum_q`.
+        **keywords: `bits`, `bucket_size`, `compressor` and `rounding` override fields of `config`.
 
     Returns:
-        A function with fun's arguments. It returns (value, gradients), or ((value, aux), gradients)
-        with has_aux: `value` by jax.lax.pmean and `gradients` by `pmean_q`, equal on all devices of
-        the axis; `aux` as this device computed it, with in_specs its mean by jax.lax.pmean.
+        A function with the arguments of `fun`. It returns `(value, gradients)`, or
+        `((value, aux), gradients)` with `has_aux`. `value` is the exact mean over the devices.
+        `gradients` are averaged by `pmean_q` and equal on all devices of the axis. `aux` is the
+        device's own; with `in_specs` it is the mean over devices.
 
     Raises:
-        NameError: at the call; an axis name is not bound here: there is no shard_map around it, and
-          no in_specs.
-        ValueError: at the call; the value is equal on all devices, so it was reduced already.
-        TypeError, NotImplementedError, jax.errors.JaxRuntimeError: as `psum_q`.
+        NameError: At the call, an axis name is not bound by a `shard_map`, and there are no
+            `in_specs`.
+        ValueError: `mesh` is given without `in_specs`. At the call, the value is equal on all
+            devices, so it was reduced already; or the specs or a setting do not fit.
+        TypeError: At the call, the number of arguments does not match; a leaf, key or static
+            argument has the wrong type, as in `psum_q`.
+        NotImplementedError: The axes or the platform are not supported, as in `psum_q`.
+        jax.errors.JaxRuntimeError: At run time, a peer failed, as in `psum_q`.
 
     Example:
-        >>> gradient_of = value_and_grad(lambda w: (w * w).sum(), "d", bits=8)
-        >>> mesh = jax.make_mesh((1,), ("d",))
-        >>> step = jax.shard_map(gradient_of, mesh=mesh, in_specs=jax.P(), out_specs=jax.P())
-        >>> step(jax.numpy.ones(4))
-        (Array(4., dtype=float32), Array([2., 2., 2., 2.], dtype=float32))
+        Inside a `shard_map`:
+
+        >>> import jax
+        >>> import jax.numpy as jnp
+        >>> from cgx_ops.jax import value_and_grad
+        >>> mesh = jax.make_mesh((1,), ("data",))
+        >>> def loss_of(weights, batch):
+        ...     return (batch @ weights).mean()
+        >>> step = jax.shard_map(
+        ...     value_and_grad(loss_of, "data", bits=8),
+        ...     mesh=mesh, in_specs=(jax.P(), jax.P("data")), out_specs=jax.P(),
+        ... )
+        >>> weights = jnp.ones(4)
+        >>> batch = jax.device_put(jnp.ones((8, 4)), jax.NamedSharding(mesh, jax.P("data")))
+        >>> step(weights, batch)
+        (Array(4., dtype=float32), Array([1., 1., 1., 1.], dtype=float32))
+
+        In plain `jax.jit`:
+
+        >>> gradient_of = value_and_grad(
+        ...     loss_of, "data", in_specs=(jax.P(), jax.P("data")), mesh=mesh, bits=8
+        ... )
+        >>> jax.jit(gradient_of)(weights, batch)[0]
+        Array(4., dtype=float32)
     """
     caller = "value_and_grad"
     options = checked_options(
@@ -206,7 +242,10 @@ def value_and_grad(
             fun, axes_of(axis_name), argnums, has_aux, in_specs, mesh, options
         )
     if mesh is not None:
-        raise ValueError(f"{caller}: mesh without in_specs: inside a shard_map give neither")
+        raise ValueError(
+            f"{caller}: mesh is given without in_specs: inside a shard_map pass neither; in plain "
+            "jax.jit pass both"
+        )
 
     def differentiated(*args: Any, **kwargs: Any) -> Any:
         axes = mesh_groups(caller, axis_name).axes
@@ -223,19 +262,20 @@ def value_and_grad(
 def _check_shared(
     caller: str, what: str, leaf: Any, axes: tuple[Hashable, ...], key: jax.Array | None
 ) -> None:
-    """Require that a leaf is the same on all devices of the axes, and stays so, as types show."""
+    """Require that the checked type of a leaf is equal on all devices of the axes, and stays so."""
     own = compat.varying_axes(leaf)
     if own & frozenset(axes):
         raise ValueError(
             f"{caller}: {what} varies over {_names(own & frozenset(axes))} already, so JAX would "
-            "sum its gradient once more, and it would be N times too large. Give the weights as "
-            "shard_map passed them, without lax.pcast, with in_specs that do not name these axes"
+            "sum its gradient a second time, and it would be N times too large. Pass the weights "
+            "as shard_map passes them, without lax.pcast, with in_specs that do not name these "
+            "axes"
         )
     foreign = (frozenset() if key is None else compat.varying_axes(key)) - frozenset(axes) - own
     if foreign:
         raise ValueError(
             f"{caller}: the key varies over {_names(foreign)}, where {what} does not: devices that "
-            "share a weight would get different gradients of it. Give them one key"
+            "share a weight would get different gradients. Pass the same key on these devices"
         )
 
 

@@ -1,7 +1,7 @@
-"""The end of a process that uses JAX: what it has launched is finished before it leaves its peers.
+"""The end of a process that uses JAX: finish all launched programs before its peers lose it.
 
-Most scripts wait for a result on process 0 only. The other processes reach their end with steps in
-flight, which their peers need.
+Most scripts wait for a result on process 0 only. The other processes then reach their end while
+steps are in flight, which their peers need.
 """
 
 import atexit
@@ -15,7 +15,7 @@ from cgx_ops.jax._src.runtime import handlers
 
 
 def register() -> None:
-    """Have the process finish what it has launched when it ends. Once per process.
+    """Make the process finish launched programs at exit. Call once per process.
 
     Exit handlers run in reverse order: this one before JAX ends its backends and before cgx_ops
     closes its communicators.
@@ -26,7 +26,7 @@ def register() -> None:
 def _finish() -> None:
     if not handlers.used() or at_exit.by_exception():
         return
-    with contextlib.suppress(Exception):  # a failed launch was reported where its result was read
+    with contextlib.suppress(Exception):  # failed launches are reported where results are read
         jax.effects_barrier()
     for array in jax.live_arrays():
         with contextlib.suppress(Exception):
@@ -36,7 +36,7 @@ def _finish() -> None:
 
 
 def _follow_launches() -> None:
-    """Wait for programs of which no result is left, by one that XLA runs after them.
+    """Wait for programs without live results, by launching one that XLA runs after them.
 
     XLA runs programs of several devices one after the other, in the order of their launches.
     """

@@ -1,7 +1,6 @@
-"""Every name of JAX that is private or differs between versions (0.10 and 0.11).
+"""All names of JAX that are private or differ between versions (0.10 and 0.11).
 
-Four parts: the types of arrays inside shard_map, where a lowering happens, ordered effects, and the
-runtime.
+Four parts: types of arrays inside shard_map, lowering, ordered effects, and the runtime.
 """
 
 import contextlib
@@ -35,7 +34,7 @@ def with_varying_axes(aval: core.ShapedArray, axes: frozenset[Hashable]) -> core
 
 
 def types_are_checked() -> bool:
-    """Return whether the shard_map here has check_vma=True, so that types show what varies."""
+    """Return whether the surrounding shard_map has check_vma=True: types show what varies."""
     return config._check_vma.value
 
 
@@ -45,7 +44,7 @@ def zero_tangent(primal: Any) -> Any:
 
 
 def axis_size(name: Hashable) -> int | None:
-    """Return the size of an axis that some transformation has bound here, or None."""
+    """Return the size of an axis that a surrounding transformation binds, or None."""
     env = core.get_axis_env()
     return env.axis_size(name) if env.axis_exists(name) else None
 
@@ -56,7 +55,7 @@ def is_shard_map_axis(name: Hashable) -> bool:
 
 
 def automatic_axes() -> tuple[str, ...]:
-    """Return the axes larger than one that the shard_map here leaves to the compiler."""
+    """Return the axes larger than one that the surrounding shard_map leaves to the compiler."""
     mesh = jax.sharding.get_abstract_mesh()
     return tuple(
         str(name) for name, size in mesh.shape.items() if size > 1 and name not in mesh.manual_axes
@@ -65,7 +64,7 @@ def automatic_axes() -> tuple[str, ...]:
 
 # ---- where a lowering happens ------------------------------------------------------------------
 
-# How many indices next_index has given out in each module that is being lowered.
+# The number of indices that next_index has returned for each module being lowered.
 _indices: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 
@@ -93,7 +92,7 @@ def scalar_u32() -> core.ShapedArray:
 
 
 def plain(aval: core.ShapedArray) -> core.ShapedArray:
-    """Return the shape and dtype alone of an abstract value."""
+    """Return an abstract value with only the shape and dtype of another one."""
     return core.ShapedArray(aval.shape, aval.dtype)
 
 
@@ -103,14 +102,14 @@ def seed_rows(count: int) -> core.ShapedArray:
 
 
 def concatenated(rows: Sequence[Any]) -> Any:
-    """Return HLO values of one dtype, (n, ...), one behind the other."""
+    """Concatenate HLO values (n, ...) of one dtype."""
     if len(rows) == 1:
         return rows[0]
     return stablehlo.concatenate(list(rows), dimension=0)
 
 
 def collective_channel() -> Any:
-    """Return what says that the replica groups of an HLO collective are partition ids."""
+    """Return the channel that makes the replica groups of an HLO collective partition ids."""
     return stablehlo.ChannelHandle.get(mlir.COLLECTIVE_CHANNEL_ID, mlir.DEVICE_TO_DEVICE_TYPE)
 
 
@@ -120,7 +119,7 @@ Effect = effects.Effect
 
 
 def register_ordered_effect(kind: type[effects.Effect]) -> None:
-    """Have JAX keep what has this effect in order, wherever it may stand."""
+    """Make JAX keep operations with this effect in order, in all contexts."""
     for allowed in (
         effects.lowerable_effects,
         effects.ordered_effects,
@@ -133,11 +132,11 @@ def register_ordered_effect(kind: type[effects.Effect]) -> None:
 
 
 def _mend_tokens(kind: type[effects.Effect]) -> None:
-    """Have launches take tokens as they should be taken.
+    """Fix how launches take the tokens of an effect.
 
-    JAX gives each launch the token of the one before it, waits for it, and copies it to where it is
+    JAX gives each launch the token of the previous one, waits for it, and copies it to where it is
     already, which costs about as much as the rest of the launch. The token of a launch that failed
-    while it ran in the background is an error too: every later launch would fail with it.
+    in the background is an error too: every later launch would fail with it.
     """
     tokens = dispatch.RuntimeTokenSet
     get_token_input = tokens.get_token_input
@@ -147,7 +146,7 @@ def _mend_tokens(kind: type[effects.Effect]) -> None:
         if token is not None:
             try:
                 token.block_until_ready()
-            except jax.errors.JaxRuntimeError:  # of a launch whose results say so
+            except jax.errors.JaxRuntimeError:  # of a failed launch, whose results raise it
                 del self.current_tokens[eff]
             else:
                 if token._buf.devices() == set(devices):
@@ -165,7 +164,7 @@ def lower_in_order(
     *operands: Any,
     **attributes: Any,
 ) -> Any:
-    """Lower a custom call that takes the effect's token before its operands and gives it back."""
+    """Lower a custom call that takes the effect's token before its operands and returns it."""
     with_token = ctx.replace(
         avals_in=[core.abstract_token, *avals_in],
         avals_out=[core.abstract_token, *ctx.avals_out],
@@ -179,14 +178,14 @@ def lower_in_order(
 
 
 def backends_started() -> bool:
-    """Return whether some XLA backend exists already, so that jax.distributed comes too late."""
+    """Return whether an XLA backend exists already, so that it is too late for jax.distributed."""
     return xla_bridge.backends_are_initialized()
 
 
 def device_ids(platform: str) -> dict[int, int]:
-    """Return JAX's ids of this process's devices of a platform, by the numbers that drivers give.
+    """Return JAX's ids of this process's devices of a platform, by the driver's device numbers.
 
-    Starts the backends. Empty where JAX has none of that platform.
+    Starts the backends. Empty if JAX has no such devices.
     """
     try:
         devices = jax.local_devices(backend=platform)
@@ -196,7 +195,7 @@ def device_ids(platform: str) -> dict[int, int]:
 
 
 def choose_gpu(number: int) -> None:
-    """Have JAX see one GPU only, unless the user has chosen some. Before any backend."""
+    """Make one GPU visible to JAX, unless the user has selected some. Before any backend."""
     option = "jax_cuda_visible_devices"
     if jax.config.values[option] == "all":
         jax.config.update(option, str(number))
@@ -211,9 +210,9 @@ def cluster_is_detected() -> bool:
 def detected_place(
     address: str | None, size: int | None, rank: int | None, timeout_s: float
 ) -> tuple[str | None, int | None, int | None]:
-    """Complete a coordinator's address, the number of processes and this one's by the launcher.
+    """Complete a coordinator address, process count and process index from the launcher.
 
-    Also has JAX see only the accelerators that the launcher meant for this process.
+    Also restricts JAX to the accelerators that the launcher assigned to this process.
     """
     address = address or os.environ.get("JAX_COORDINATOR_ADDRESS")
     address, size, rank, devices = clusters.ClusterEnv.auto_detect_unset_distributed_params(
@@ -226,15 +225,15 @@ def detected_place(
 
 
 def connect(address: str, size: int, rank: int, timeout_s: float) -> None:
-    """Do what jax.distributed.initialize does, with a service that another process runs.
+    """Do the work of jax.distributed.initialize, with a service that another process runs.
 
     Raises:
-        RuntimeError: not all processes connect in time.
+        RuntimeError: Not all processes connect in time.
     """
-    # jaxlib's own callback ends the process where they do not meet, too. With another one jaxlib
-    # raises std::bad_cast, since it cannot hand over the status: out of connect(), and after the
-    # start, when the service is lost, on a separate thread, which aborts the process as before.
-    # It is no function of Python's: that would keep the client from being shut down at exit.
+    # jaxlib's own callback also ends the process if the others do not connect. With any other
+    # callback jaxlib raises std::bad_cast, since it cannot convert the status: from connect(),
+    # which is an error here; and later, if the service is lost, on a separate thread, which still
+    # aborts the process. A Python function would keep the client from being shut down at exit.
     client = _jax.get_distributed_runtime_client(
         address,
         rank,
@@ -250,7 +249,7 @@ def connect(address: str, size: int, rank: int, timeout_s: float) -> None:
 
 
 def leave_distributed() -> None:
-    """Undo connect: this process is alone."""
+    """Undo connect(): JAX has only this process again."""
     jax.distributed.shutdown()
     state = distributed.global_state
     state.coordinator_address, state.num_processes, state.process_id = None, 1, 0
@@ -259,9 +258,9 @@ def leave_distributed() -> None:
 def gather_from_processes(
     key: str, mine: bytes, timeout_s: float, processes: Sequence[int] | None = None
 ) -> list[bytes]:
-    """Give every process's bytes to every process, by JAX's key-value store; once per key.
+    """Gather the bytes of all processes on all processes, by JAX's key-value store; once per key.
 
-    processes: those that take part; None: all.
+    processes: The participants; None: all.
     """
     state, timeout_ms = distributed.global_state, math.ceil(1000 * timeout_s)
     client = state.client
@@ -274,10 +273,10 @@ def gather_from_processes(
 
 @contextlib.contextmanager
 def execution_stream(number: int) -> Iterator[None]:
-    """Have XLA:CPU run what this thread launches here beside what it launches elsewhere.
+    """Run this thread's launches on XLA:CPU in parallel with launches of other streams.
 
-    Programs of one number run in the order of their launches; those of others, where a process has
-    one device, at the same time. GPUs run all in one order.
+    Programs of one number run in launch order. Programs of different numbers run at the same time
+    if the process has one CPU device. GPUs run all in one order.
     """
     before = _jax.get_execution_stream_id()
     _jax.set_execution_stream_id(number)
@@ -288,10 +287,10 @@ def execution_stream(number: int) -> Iterator[None]:
 
 
 def call_around_compile(begin: Callable[[], None], end: Callable[[], None]) -> None:
-    """Have `begin` and `end` called around every compilation by XLA from here on.
+    """Call `begin` and `end` around every later compilation by XLA.
 
-    That is also around loading an executable from the persistent cache. JAX reports the start of a
-    compilation as a scalar event and its end, also a failed one's, as a duration.
+    This includes loading an executable from the persistent cache. JAX reports the start of a
+    compilation as a scalar event and its end, even of a failed one, as a duration.
     """
 
     def on_begin(event: str, value: float | int, **_: str | int) -> None:

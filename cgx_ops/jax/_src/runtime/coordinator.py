@@ -1,19 +1,19 @@
-"""A program: the service by which JAX's processes find each other, in a separate process.
+"""A program: the service that connects JAX's processes, in a separate process.
 
     coordinator.py HOST PORT PROCESSES SECONDS
 
-JAX has its process 0 run this service, and aborts every process that loses it: when process 0 is
-killed, no process is left to see an error. Here it outlives any of them. It does not end the others
-when one dies, and does not wait for all at their end: cgx reports both. In this order:
+By default JAX's process 0 runs this service, and every process that loses it is aborted: if process
+0 is killed, no process is left to report an error. This program outlives all of them. It does not
+end the other processes when one dies, and does not wait for all at their end: cgx reports both. It
+does the following, in order:
 
-  1. start the service at PORT, or at a free port if that is 0; where HOST, by which the processes
-     reach it, is this machine's loopback, it listens there only
-  2. print "<port> <lifeline> <word>": another port, to which every process connects within SECONDS,
-     and the word that it sends there; connections that send anything else do not count
-  3. end when all these connections have: their processes did, however they ended
+  1. start the service at PORT, or at a free port if that is 0. If HOST, the address by which the
+     processes reach it, is the loopback of this machine, it listens only there
+  2. print "<port> <lifeline> <word>": a second port, to which every process connects within
+     SECONDS, and the word that it sends there. Connections that send anything else are ignored
+  3. end when all these connections have ended, which means that their processes have
 
-It does not import JAX, which would take longer than all of this, and so stands apart from
-compat.py.
+It does not import JAX, which would take longer than all of this, so it does not use compat.py.
 """
 
 import contextlib
@@ -26,8 +26,8 @@ import time
 
 from jaxlib import _jax  # pyright: ignore[reportAttributeAccessIssue]  # a module without stubs
 
-_SILENCE_S = 24 * 3600  # after which JAX would call a process dead; its connections end sooner
-# By host: where to listen. All others are reached from outside, by whatever interface.
+_SILENCE_S = 24 * 3600  # JAX's limit for a silent process; its connections end sooner
+# Where to listen, by host. For all other hosts: on all interfaces.
 _LOOPBACK = {"127.0.0.1": "127.0.0.1", "localhost": "127.0.0.1", "::1": "::1"}
 
 
@@ -54,7 +54,7 @@ def main() -> None:
 
 
 def _listen(address: str) -> socket.socket:
-    """Listen at one address, or at all of this machine if it is ""."""
+    """Listen at one address, or at all addresses of this machine if it is ""."""
     dual = not address and socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if dual or ":" in address else socket.AF_INET
     return socket.create_server((address, 0), family=family, dualstack_ipv6=dual)
@@ -63,7 +63,7 @@ def _listen(address: str) -> socket.socket:
 def _connections(
     lifeline: socket.socket, processes: int, word: bytes, seconds: float
 ) -> list[socket.socket]:
-    """Return the connections of all processes, known by their word; none if one is missing."""
+    """Return the connections of all processes, identified by the word; none if one is missing."""
     deadline = time.monotonic() + seconds
     known: list[socket.socket] = []
     lifeline.setblocking(False)
@@ -80,7 +80,7 @@ def _connections(
                         end.setblocking(False)
                         end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
                         selector.register(end, selectors.EVENT_READ, data=b"")
-                    except OSError:  # it is gone again, or there is no descriptor for it
+                    except OSError:  # it has closed again, or descriptors are exhausted
                         time.sleep(0.05)
                     continue
                 end = key.fileobj

@@ -1,4 +1,4 @@
-"""register: what programs need that one process exports and another runs (jax.export)."""
+"""register: prepare for programs that one process exports and another one runs (jax.export)."""
 
 import jax
 
@@ -6,11 +6,11 @@ from cgx_ops.jax._src.runtime import handlers
 
 
 def register() -> list[jax.export.DisabledSafetyCheck]:
-    """Make cgx's custom calls known to XLA, and return their names as jax.export takes them.
+    """Register the custom calls of cgx_ops with XLA, and return their names for `jax.export`.
 
-    A process that traces a collective registers them automatically. Call this where a program is
-    only loaded, in the thread that runs it first, before that compiles it, and where one is
-    exported, since jax.export refuses custom calls without it:
+    `jax.export` refuses unknown custom calls, so pass the names where a program is exported. Where
+    a program is only loaded, call this first, in the thread that compiles and runs it. A process
+    that traces a collective registers the calls automatically::
 
         exported = jax.export.export(step, disabled_checks=cgx_ops.jax.register())(weights, batch)
         file.write_bytes(exported.serialize())
@@ -18,14 +18,30 @@ def register() -> list[jax.export.DisabledSafetyCheck]:
         cgx_ops.jax.register()  # in another process
         step = jax.export.deserialize(file.read_bytes()).call
 
-    An exported program runs with the cgx_ops release that exported it, on as many devices of the
-    one platform that it is for; a group of processes is part of it, so every process loads what a
-    process of an equal mesh exported.
+    An exported program needs the same release of cgx_ops, the same platform and the same number of
+    devices. It contains its groups of processes, so every process loads a program that was exported
+    for an equal mesh.
 
-    Starts the XLA backend: call `initialize` first where there are several processes.
+    This starts the XLA backend. With several processes call `initialize` first.
 
     Returns:
-        The checks to disable, for jax.export.export(..., disabled_checks=).
+        The checks to disable: the argument `disabled_checks` of `jax.export.export`.
+
+    Raises:
+        RuntimeError: JAX cannot start its CPU backend.
+
+    Example:
+        >>> import jax
+        >>> import cgx_ops.jax
+        >>> mesh = jax.make_mesh((1,), ("data",))
+        >>> step = jax.jit(jax.shard_map(
+        ...     lambda x: cgx_ops.jax.psum_q(x, "data"),
+        ...     mesh=mesh, in_specs=jax.P(), out_specs=jax.P(),
+        ... ))
+        >>> x = jax.numpy.ones(4)
+        >>> exported = jax.export.export(step, disabled_checks=cgx_ops.jax.register())(x)
+        >>> jax.export.deserialize(exported.serialize()).call(x)
+        Array([1., 1., 1., 1.], dtype=float32)
     """
-    handlers.note_collective()  # what is loaded is compiled, and never lowered
+    handlers.note_collective()  # loaded programs are compiled but not lowered
     return [jax.export.DisabledSafetyCheck.custom_call(name) for name in handlers.targets()]

@@ -1,6 +1,6 @@
-"""The compiled handlers: registered with XLA, a platform at a time, and their compilations counted.
+"""The compiled handlers: registered with XLA per platform, and compilations counted.
 
-They are registered at the first lowering for a platform. That is not at import: an import starts no
+They are registered at the first lowering for a platform, not at import: an import must not start a
 backend, and XLA:CPU refuses a state type that is registered before the backend exists.
 """
 
@@ -14,10 +14,10 @@ import jax
 from cgx_ops._core import launchers
 from cgx_ops.jax._src.runtime import compat, processes
 
-Platform = Literal["cpu", "cuda"]  # those that are served, by JAX's names
+Platform = Literal["cpu", "cuda"]  # the supported platforms, by JAX's names
 
-# Half of what XLA:CPU lets its own collectives among the devices of a process wait before it aborts
-# the process: a later deadline of ours would never be seen. Among processes XLA waits on.
+# XLA:CPU aborts a process whose own devices wait for each other for twice this time, so a later
+# deadline would never be reported. Among processes XLA has no such limit.
 _LOCAL_TIMEOUT_S = 20.0
 
 _lock = threading.Lock()
@@ -29,14 +29,14 @@ def used() -> bool:
 
 
 def target(name: str, platform: Platform = "cpu") -> str:
-    """Return the name that XLA has for a target, such as "psum_q"; registers all if need be."""
+    """Return XLA's name of a target, such as "psum_q"; register all targets if needed."""
     with _lock:
         _REGISTER[platform]()
     return f"cgx_{name}"
 
 
 def targets() -> tuple[str, ...]:
-    """Return the names of all FFI targets, registered if need be."""
+    """Return the names of all FFI targets; register them if needed."""
     with _lock:
         return tuple({name: None for register in _REGISTER.values() for name in register()})
 
@@ -53,7 +53,7 @@ def _binding() -> Any:
 
 
 class _OfThread(threading.local):
-    """Whether this thread compiles collectives, and how many of its compilations are under way."""
+    """Whether this thread compiles collectives, and the number of its running compilations."""
 
     compiles_collectives = False
     under_way = 0
@@ -63,10 +63,10 @@ _of_thread = _OfThread()
 
 
 def note_collective() -> None:
-    """Note that this thread lowers or loads collectives: from here on its compilations are counted.
+    """Count this thread's compilations from now on: it lowers or loads collectives.
 
-    Compilations of other threads must not count: they would keep the counts by compilation
-    (xla_ffi/site.h) from starting again at 0, in this process alone.
+    Compilations of other threads must not count. They would keep the counts by compilation
+    (xla_ffi/site.h) from starting again at 0, and only in this process.
     """
     _of_thread.compiles_collectives = True
 
@@ -78,7 +78,7 @@ def _count_compilations(begins: Callable[[], None], ends: Callable[[], None]) ->
             begins()
 
     def end() -> None:
-        if _of_thread.under_way:  # else it began before compilations were counted
+        if _of_thread.under_way:  # otherwise it began before counting did
             _of_thread.under_way -= 1
             ends()
 
@@ -94,7 +94,7 @@ def _register(handlers: dict[str, Any], platform: str) -> tuple[str, ...]:
 @functools.cache
 def _register_cpu() -> tuple[str, ...]:
     binding = _binding()
-    compat.device_ids("cpu")  # makes the backend
+    compat.device_ids("cpu")  # starts the backend
     jax.ffi.register_ffi_type("cgx_psum_q_site", binding.site_type(), platform="cpu")
     return _register(binding.cpu_handlers(), "cpu")
 
@@ -103,7 +103,7 @@ def _register_cpu() -> tuple[str, ...]:
 def _register_cuda() -> tuple[str, ...]:
     binding = _binding()
     binding.set_cuda_devices(compat.device_ids("cuda"))
-    # Where there is no GPU, for which programs may be lowered nevertheless, JAX only notes these.
+    # Programs can be lowered for GPUs on a host without one. Then JAX only stores these.
     jax.ffi.register_ffi_type("cgx_psum_q_cuda_site", binding.cuda_site_type(), platform="CUDA")
     return _register(binding.cuda_handlers(), "CUDA")
 

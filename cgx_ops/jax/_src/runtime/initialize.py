@@ -1,17 +1,17 @@
-"""initialize(): one JAX over several processes, and a communicator of cgx's over the same.
+"""initialize(): connect processes, for JAX and for cgx.
 
-Started by mpirun, which JAX does not recognize (Open MPI 5), ranks agree over cgx's communicator:
+mpirun (Open MPI 5) is not detected by JAX. Under it, ranks communicate over cgx's communicator:
 
   1. every rank sends whether it can start, and its host name; all ranks raise if one cannot
   2. each takes one of the GPUs of its host, if there are any
   3. rank 0 starts the coordinator (coordinator.py) and sends its address to all
   4. every rank connects to it
 
-Started by another launcher that JAX detects, or by arguments, they agree over the coordinator:
+With another launcher that JAX detects, or with arguments, they communicate over the coordinator:
 
-  1. process 0 starts it; every process connects, even one that comes too late
-  2. every process sends whether it can go on; all raise if one cannot
-  3. they make a communicator: over shared memory within a host, TCP between hosts
+  1. process 0 starts it; every process connects, even if it called initialize() too late
+  2. every process sends whether it can continue; all raise if one cannot
+  3. they create a communicator: over shared memory within a host, TCP between hosts
 """
 
 import itertools
@@ -31,7 +31,7 @@ from cgx_ops._core.exchange import exchange, free_address
 from cgx_ops.jax._src.runtime import compat, processes
 from cgx_ops.jax._src.runtime.launching import claim
 
-_NAME = "cgx_ops.jax.initialize"  # of the collectives here
+_NAME = "cgx_ops.jax.initialize"  # the name of this file's collectives
 _LAST_PORT = 65535
 
 _lifeline: socket.socket | None = None  # open until this process ends: see coordinator.py
@@ -42,42 +42,51 @@ def initialize(
     num_processes: int | None = None,
     process_id: int | None = None,
 ) -> None:
-    """Start jax.distributed, and connect its processes for psum_q.
+    """Connect several processes: for JAX, as `jax.distributed.initialize` does, and for cgx_ops.
 
-    Call it once, in every process, from the thread that launches programs, before anything that
-    starts an XLA backend (jax.devices(), jax.numpy computations). A process may have several CPU
-    devices (jax_num_cpu_devices). XLA's own CPU collectives (`jax.lax.psum`) go through gloo.
+    Call it once in every process, before anything that starts an XLA backend (`jax.devices()`,
+    array creation). Call it from the thread that launches programs. In a single process it does
+    nothing.
 
-    Under mpirun no argument is needed: process i of JAX is rank i of cgx, and sees one GPU: those
-    of its host, round-robin, unless jax_cuda_visible_devices is set. Elsewhere the arguments are
-    those of jax.distributed.initialize, and missing ones are taken from RANK, WORLD_SIZE,
-    MASTER_ADDR and MASTER_PORT, if all are set (torchrun; the coordinator's port is the one after
-    MASTER_PORT, where torch's store may be), else found out by JAX (SLURM, Kubernetes). Without
-    mpirun, arguments and a launcher that is known there is one process, and nothing to do.
+    Under mpirun no argument is needed: JAX's process index is the MPI rank, and each process sees
+    one GPU of its host, assigned round-robin, unless `jax_cuda_visible_devices` is set. A process
+    may have several CPU devices (`jax_num_cpu_devices`).
 
-    Processes that mpirun did not start reach each other by shared memory within a host and by TCP
-    between hosts; CGX_SOCKET_IFNAME chooses the interfaces.
+    Other launchers need no arguments either if they set torchrun's variables (RANK, WORLD_SIZE,
+    MASTER_ADDR, MASTER_PORT) or if JAX detects them (SLURM, Kubernetes). With torchrun's variables
+    the coordinator listens on MASTER_PORT + 1. These processes communicate over shared memory
+    within a host and TCP between hosts; `CGX_SOCKET_IFNAME` selects the interfaces.
 
-    The death of a process, also of the first, does not end the others, as it does after
-    jax.distributed.initialize: their collectives raise.
+    XLA's own CPU collectives, such as `jax.lax.psum`, use gloo afterwards. If a process dies, the
+    others continue, and their collectives raise. (After `jax.distributed.initialize` JAX would
+    abort them.)
 
     Args:
-        coordinator_address: "host:port" of a free port on the host of process 0. Under mpirun it is
-          needed only where other hosts cannot reach rank 0 by the address of its route to them.
-        num_processes: how many there are.
-        process_id: which of them this is, from 0.
+        coordinator_address: "host:port" of a free port on the host of process 0. Under mpirun pass
+            it only if other hosts cannot reach the address of rank 0 that is found automatically.
+        num_processes: The number of processes. None (default): from the launcher.
+        process_id: The index of this process, from 0. None (default): from the launcher.
 
     Raises:
-        RuntimeError: this process called it twice; in every process, if any called it too late, or
-          under mpirun with another process_id or num_processes than its rank and their number; the
-          coordinator does not start; a process does not come within CGX_TIMEOUT.
-        ValueError: an argument is missing that JAX does not find out; the coordinator's address
-          has no port, or one over 65535.
+        RuntimeError: It was called twice; an XLA backend runs already, in any process; an argument
+            contradicts mpirun; the coordinator does not start; a process does not connect within
+            `CGX_TIMEOUT`.
+        ValueError: An argument is missing and JAX does not detect the launcher; the coordinator's
+            address has no port, or one over 65535.
+
+    Example:
+        Without a launcher this process is the only one:
+
+        >>> import jax
+        >>> import cgx_ops.jax
+        >>> cgx_ops.jax.initialize()
+        >>> jax.process_count()
+        1
     """
     if jax.distributed.is_initialized():
         raise RuntimeError(
-            "cgx_ops.jax.initialize: jax.distributed is initialized already. Call initialize() "
-            "once, and nothing else"
+            "cgx_ops.jax.initialize: jax.distributed is initialized already. Call only "
+            "cgx_ops.jax.initialize(), and only once"
         )
     claim()
     under_mpirun = launchers.place().launcher == "mpirun"
@@ -89,14 +98,14 @@ def initialize(
 
 
 def _launched_by_another() -> bool:
-    """Return whether the launcher is known; mpirun -n 1 in a job of SLURM's is not SLURM's."""
+    """Return whether a launcher is detected. mpirun -n 1 in a SLURM job is not SLURM."""
     if launchers.place().launcher == "mpirun" or launchers.independent():
         return False
     return compat.cluster_is_detected() or _place_by_torchrun() is not None
 
 
 def _place_by_torchrun() -> tuple[str, int, int] | None:
-    """Return the coordinator's address, the processes and this one by torchrun's variables."""
+    """Return coordinator address, process count and process index from torchrun's variables."""
     place = launchers.place()
     if place.launcher != "torchrun" or not place.host or not place.port:
         return None
@@ -117,8 +126,8 @@ def _initialize_by_mpirun(
     obstacle = _obstacle()
     if num_processes not in (None, size) or process_id not in (None, rank):
         obstacle = (
-            f"this is process {process_id} of {num_processes} by its arguments but rank {rank} of "
-            f"{size} by mpirun. Leave them out"
+            f"this is process {process_id} of {num_processes} by the arguments, but rank {rank} of "
+            f"{size} under mpirun. Leave the arguments out"
         )
     mine = json.dumps([obstacle, socket.gethostname()]).encode()
     said = [json.loads(text) for text in exchange(mine, _NAME, ranks)]
@@ -140,7 +149,7 @@ def _initialize_by_mpirun(
 
 
 def _choose_gpu(hosts: list[str], rank: int) -> None:
-    """Give each process of a host one of its GPUs, round-robin."""
+    """Assign one GPU of the host to this process, round-robin."""
     gpus = len(library.describe()["cuda"]["devices"])
     if gpus:
         compat.choose_gpu(hosts[:rank].count(hosts[rank]) % gpus)
@@ -164,13 +173,13 @@ def _initialize_by_jax(
     if address is None or size is None or rank is None:
         raise ValueError(
             "cgx_ops.jax.initialize: coordinator_address, num_processes and process_id are "
-            f"{place}, and JAX does not recognize the launcher: give all three, or use mpirun"
+            f"{place}, and JAX does not detect a launcher: pass all three, or use mpirun"
         )
     port = address.rpartition(":")[2]
     if not port.isdecimal() or int(port) > _LAST_PORT:
         raise ValueError(
             f"cgx_ops.jax.initialize: the coordinator's address is {address!r}; it must end with a "
-            f"port, of at most {_LAST_PORT}. By torchrun's variables that is MASTER_PORT + 1"
+            f"port, of at most {_LAST_PORT}. With torchrun's variables the port is MASTER_PORT + 1"
         )
     obstacle = _obstacle()
     coordinator = _start_coordinator(address, size) if rank == 0 else None
@@ -196,7 +205,7 @@ def _initialize_by_jax(
 
 
 def _obstacle() -> str:
-    """Why this process cannot initialize; "" if it can."""
+    """Return why this process cannot initialize; "" if it can."""
     if compat.backends_started():
         return (
             "an XLA backend is running already. Call initialize() before jax.devices(), array "
@@ -215,7 +224,7 @@ def _connect(address: str, size: int, rank: int) -> None:
     """Connect to the coordinator, as all processes do.
 
     Raises:
-        RuntimeError: not all have come within CGX_TIMEOUT.
+        RuntimeError: Not all processes connect within CGX_TIMEOUT.
     """
     timeout_s = launchers.timeout()
     try:
@@ -223,13 +232,13 @@ def _connect(address: str, size: int, rank: int) -> None:
     except RuntimeError as error:
         raise RuntimeError(
             f"cgx_ops.jax.initialize: process {rank} of {size} did not reach the others at "
-            f"{address} within {timeout_s:g} s: each must call it, with this address and a "
-            "separate process_id, and the port must be free on process 0's host"
+            f"{address} within {timeout_s:g} s: each process must call initialize(), with this "
+            "address and a separate process_id, and the port must be free on process 0's host"
         ) from error
 
 
 class _Coordinator(NamedTuple):
-    """Its address, the port of its lifeline, and the word that identifies our processes."""
+    """The coordinator's address, its lifeline's port, and the word that identifies us."""
 
     address: str
     lifeline: int
@@ -237,10 +246,10 @@ class _Coordinator(NamedTuple):
 
 
 def _start_coordinator(address: str, processes: int) -> _Coordinator:
-    """Start it at an address here, with port 0 at any.
+    """Start the coordinator at an address of this host; port 0 means any free port.
 
     Raises:
-        RuntimeError: it does not start.
+        RuntimeError: It does not start.
     """
     host, _, port = address.rpartition(":")
     program = Path(__file__).with_name("coordinator.py")
@@ -249,8 +258,8 @@ def _start_coordinator(address: str, processes: int) -> _Coordinator:
         [sys.executable, "-P", program, host, port, str(processes), str(timeout_s)],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,  # a launcher that reads ours would wait for its end
-        process_group=0,  # what kills this process by its group spares it
+        stderr=subprocess.DEVNULL,  # a launcher that reads our stderr would wait for its end
+        process_group=0,  # a signal to our process group must not end it
         text=True,
     )
     assert process.stdout is not None
@@ -266,10 +275,10 @@ def _start_coordinator(address: str, processes: int) -> _Coordinator:
 
 
 def _hold(coordinator: _Coordinator) -> str:
-    """Keep the coordinator until this process ends; have XLA's collectives go over gloo.
+    """Keep the coordinator alive until this process ends; make XLA's collectives use gloo.
 
     Returns:
-        Its address.
+        The coordinator's address.
     """
     global _lifeline
     host = coordinator.address.rpartition(":")[0].strip("[]")

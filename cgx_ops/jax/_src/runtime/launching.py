@@ -1,14 +1,14 @@
 """Which Python thread launches programs with collectives among processes.
 
-The n-th launch of a program must be the same in every process. One thread that dispatches all of
-them sees to that. Several do not: which of them is first differs between processes, and XLA:CPU
-runs programs of several devices one after the other, so that two processes may wait for each other
-for ever. XLA does not give a handler the thread. So this makes the thread a part of jit's cache key
-(jax.make_user_context): each kind of thread lowers its own program, and that is where it is known.
+The n-th launch of a program must be the same in every process. That holds if one thread dispatches
+all programs. With several threads the order differs between processes, and XLA:CPU runs programs of
+several devices one after the other, so two processes could wait for each other forever. XLA does
+not pass the thread to a handler. So this module makes the thread a part of jit's cache key
+(jax.make_user_context): each kind of thread lowers its own program, and the lowering can check it.
 
-    claim      the thread that called initialize() launches as it likes
-    launching  any thread may, in a block with a name: rank 0 gives each block a ticket, and every
-               process launches by tickets
+    claim      the thread that called initialize() launches freely
+    launching  any thread launches in a block with a name: rank 0 assigns a ticket to each block,
+               and every process launches in the order of the tickets
 """
 
 import contextlib
@@ -40,21 +40,22 @@ def launcher(named: bool, names_suffice: bool) -> str:
     """Return the name of the block that lowers a program here; "" if it needs none.
 
     Args:
-        named: the call has a name of the user's, which distinguishes the threads' calls.
-        names_suffice: such names are enough: each process has one device, a CPU.
+        named: Whether the user named the call, which distinguishes the calls of threads.
+        names_suffice: Whether such names are enough: each process has one device, a CPU.
 
     Raises:
-        RuntimeError: an unnamed thread launches a program that only one thread may launch.
+        RuntimeError: An unnamed thread launches a program that only one thread may launch.
     """
     launching_here = _context.value
     if launching_here is None and threading.current_thread() is threading.main_thread():
-        claim()  # jax.distributed.initialize() was called instead of ours
+        claim()  # the user called jax.distributed.initialize() instead of ours
         return ""
     if launching_here is None and not (named and names_suffice):
         raise RuntimeError(
-            "a collective among processes is launched by another thread than the one that called "
-            "cgx_ops.jax.initialize(): in which order threads launch differs between processes. "
-            'Launch it in a block `with cgx_ops.jax.launching("..."):`, with a name for each thread'
+            "a collective among processes was launched by another thread than the one that called "
+            "cgx_ops.jax.initialize(); the order in which threads launch differs between "
+            'processes. Launch it in a block `with cgx_ops.jax.launching("..."):`, with a '
+            "different name for each thread"
             + (", or give the collective a name (name=)" if names_suffice else "")
         )
     return launching_here if isinstance(launching_here, str) else ""
@@ -62,24 +63,35 @@ def launcher(named: bool, names_suffice: bool) -> str:
 
 @contextlib.contextmanager
 def launching(name: str) -> Iterator[None]:
-    """Launch programs from one of several Python threads, in an order that all processes share.
+    """Launch programs from several Python threads, in the same order in all processes.
 
-    Every process runs the same blocks: one thread of each enters a block of this name, as often as
-    in the others. Only the calls of jitted functions belong into it, since blocks of other threads
-    wait for its end:
+    Programs with collectives are normally launched by one thread: the one that called `initialize`.
+    Any other thread launches them inside this context manager::
 
         with cgx_ops.jax.launching("evaluation"):
             result = step(batch)
         print(result)
 
-    Costs a message between the processes. In one process it does nothing.
+    In every process, one thread enters each block of a name, equally often. Put only calls of
+    jitted functions into a block, because blocks of other threads wait for its end. A block costs
+    one message between the processes. With one process it does nothing.
 
     Args:
-        name: of the thread, among those that launch at the same time.
+        name: The name of the block; threads that launch at the same time need different names.
+
+    Yields:
+        None: The body runs when it is the block's turn.
 
     Raises:
-        CgxError: a process does not enter its block within CGX_TIMEOUT, or a block before this one
-            does not end in it here.
+        cgx_ops.CgxError: A process does not enter its block within `CGX_TIMEOUT`, or the previous
+            block of this process does not end in that time.
+
+    Example:
+        >>> import jax
+        >>> from cgx_ops.jax import launching
+        >>> with launching("evaluation"):
+        ...     jax.jit(lambda x: x + 1)(1.0)
+        Array(2., dtype=float32, weak_type=True)
     """
     if jax.process_count() == 1:
         yield
@@ -89,10 +101,10 @@ def launching(name: str) -> Iterator[None]:
 
 
 class _Ticket(NamedTuple):
-    """A block's place in the order of launching, which rank 0 gives it."""
+    """A block's position in the launch order, assigned by rank 0."""
 
     number: int
-    previous: int  # of the block that it follows
+    previous: int  # the number of the block before it
 
 
 class _Tickets:
@@ -100,10 +112,10 @@ class _Tickets:
 
     def __init__(self) -> None:
         self._numbers = itertools.count(1)
-        self._last = 0  # drawn
+        self._last = 0  # the last number drawn
         self._changed = threading.Condition()
-        self._ended = {0}  # blocks whose follower has not begun
-        self._given_up: dict[int, int] = {}  # blocks that will not run, by the one they follow
+        self._ended = {0}  # ended blocks whose successor has not begun
+        self._given_up: dict[int, int] = {}  # blocks that will not run, by the block before them
 
     def draw(self) -> _Ticket:
         with self._changed:
@@ -112,29 +124,29 @@ class _Tickets:
             return ticket
 
     def void(self, ticket: _Ticket) -> None:
-        """Take back a ticket that no process got."""
+        """Take back a ticket that no process received."""
         with self._changed:
             if self._last == ticket.number:
                 self._last = ticket.previous
 
     @contextlib.contextmanager
     def turn(self, ticket: _Ticket) -> Iterator[None]:
-        """Wait until the block before has ended; this one has ended after it, come what may."""
+        """Wait until the previous block has ended; end this block in every case."""
         try:
             with self._changed:
                 if not self._changed.wait_for(
                     lambda: ticket.previous in self._ended, launchers.timeout()
                 ):
                     raise CgxError(
-                        f"block {ticket.number} of cgx_ops.jax.launching waits for block "
-                        f"{ticket.previous}, whose thread has not come to its end here"
+                        f"block {ticket.number} of cgx_ops.jax.launching waited for block "
+                        f"{ticket.previous}, which did not end in time in this process"
                     )
             yield
         finally:
             self.end(ticket)
 
     def end(self, ticket: _Ticket) -> None:
-        """Let the next block begin, once the one before this has ended."""
+        """Let the next block begin, after the previous block has ended."""
         with self._changed:
             if ticket.previous not in self._ended:
                 self._given_up[ticket.previous] = ticket.number
@@ -153,8 +165,8 @@ _tickets = _Tickets()
 def _agree(name: str) -> _Ticket:
     """Return the ticket that rank 0 draws for the next block of this name.
 
-    Another thread asks: who waits here may be interrupted (Ctrl-C), and the other processes, which
-    are not, count on this block's end.
+    Another thread does the exchange: the waiting thread may be interrupted (Ctrl-C), while the
+    other processes count on this block's end.
     """
     world = processes.world()
     answer: Future[_Ticket] = Future()

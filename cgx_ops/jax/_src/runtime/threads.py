@@ -1,9 +1,9 @@
 """Enough threads for XLA:CPU to launch steps of several devices ahead of their collectives.
 
 XLA runs the programs of a process's CPU devices on as many threads as there are cores, or devices
-if these are more. A thread waits while it launches a program on a device that has 32 in flight, and
-another one while a program waits for a collective. So each device may take two: with fewer, the
-program that the others wait for gets none.
+if these are more. A thread blocks while it launches a program on a device that has 32 in flight.
+Another thread blocks while a program waits for a collective. So each device may need two. With
+fewer, the program that the others wait for could get none.
 """
 
 import os
@@ -15,14 +15,14 @@ import jax
 from cgx_ops._core.user_warnings import warn_once
 from cgx_ops.jax._src.runtime import compat
 
-_THREADS = "PJRT_NPROC"  # XLA reads it when the backend starts; NPROC is its older name
+_THREADS = "PJRT_NPROC"  # read by XLA when the backend starts; NPROC is its older name
 _OURS = "_CGX_PJRT_NPROC"  # the number that cgx_ops set: a child process may need another one
 
 
 def provide(environ: MutableMapping[str, str] = os.environ) -> None:
-    """Ask XLA for two threads for each CPU device, unless the user has asked for a number.
+    """Request two XLA threads for each CPU device, unless the user has set a number.
 
-    Warns where it is too late for that, or the user's number is too small.
+    Warns if it is too late for that, or if the user's number is too small.
     """
     late = compat.backends_started()
     devices = _devices_now() if late else _devices_to_come(environ)

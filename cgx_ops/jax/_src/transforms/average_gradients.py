@@ -1,14 +1,14 @@
 """average_gradients: the mean over a mesh axis as an optax transformation, with error feedback.
 
-Each step, on each device:
+In each step, each device:
 
-  1. reduce compressed, with the residual: the earlier quantization error of this device
-  2. keep the new quantization error as the residual, so that errors are only delayed
+  1. reduces its gradients compressed, together with its residual
+  2. keeps the new quantization error as the next residual, so that errors are only delayed
 
-So few bits converge where they would stall without (1-bit SGD, Seide et al., Interspeech 2014; a
-proof in Karimireddy et al., ICML 2019). Both compressions are fed back, that of a contribution and
-that of the reduced values, whose error goes to the device that compressed them (DoubleSqueeze, Tang
-et al., ICML 2019).
+With it, few bits converge where they would stall without (1-bit SGD, Seide et al., Interspeech
+2014; a proof in Karimireddy et al., ICML 2019). Both compressions are fed back: that of a device's
+message, and that of the reduced values, whose error goes to the device that compressed them
+(DoubleSqueeze, Tang et al., ICML 2019).
 """
 
 from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
@@ -37,13 +37,21 @@ if TYPE_CHECKING:
 
 @per_device("residual")
 class AverageGradientsState(NamedTuple):
-    """The state of average_gradients between steps.
+    """The state of `average_gradients` between steps.
 
     Attributes:
-        step: int32 scalar: the steps done, equal on all devices.
-        residual: a tree like the parameters, with None for leaves without error feedback. A leaf
-          has one more axis in front, over the devices of the axis: (devices, *shape) outside of
-          shard_map, (1, *shape) inside.
+        step: Number of steps done, an int32 scalar, equal on all devices.
+        residual: Each device's quantization error: a tree like the parameters, in their dtypes.
+            Each leaf has one more axis in front, over the devices: `(devices, *shape)` outside of
+            `shard_map` and `(1, *shape)` inside. None for leaves without error feedback.
+
+    Example:
+        >>> import jax
+        >>> from cgx_ops.jax import average_gradients
+        >>> mesh = jax.make_mesh((1,), ("data",))
+        >>> state = average_gradients("data", bits=2, mesh=mesh).init(jax.numpy.ones((3, 4)))
+        >>> int(state.step), state.residual.shape
+        (0, (1, 3, 4))
     """
 
     step: jax.Array
@@ -62,55 +70,75 @@ def average_gradients(
     mesh: Mesh | None = None,
     **keywords: Unpack[Keywords],
 ) -> "optax.GradientTransformation":
-    """Return an optax transformation that averages gradients over mesh axes, compressed.
+    """Create an optax transformation that averages gradients over mesh axes, with error feedback.
 
-    Chain it before an optimizer, whose `update` is then called inside `jax.shard_map`, with each
-    device's own gradients:
+    Chain it before an optimizer. Call `update` inside `jax.shard_map`, with each device's own
+    gradients. `jax.lax.pcast` keeps JAX from summing them itself::
 
         optimizer = optax.chain(average_gradients("data", bits=2, mesh=mesh), optax.adam(1e-3))
 
-        def step(params, state, batch):
-            copies = lax.pcast(params, "data", to="varying")  # or JAX sums the gradients itself
-            gradients = jax.grad(loss)(copies, batch)
-            updates, state = optimizer.update(gradients, state, params)
-            return optax.apply_updates(params, updates), state
+        def step(weights, state, batch):
+            own = jax.lax.pcast(weights, "data", to="varying")
+            gradients = jax.grad(loss_of)(own, batch)
+            updates, state = optimizer.update(gradients, state, weights)
+            return optax.apply_updates(weights, updates), state
 
-    `state_specs` gives the specs of the state for that shard_map. `init` works inside it too.
+    `state_specs` returns the specs of the state for the `shard_map`. `consolidate` prepares a state
+    for another number of devices.
 
     Args:
-        axis_name: name of a mesh axis, or a tuple of names.
-        config: as of `psum_q`. Its `error_feedback` decides for each leaf whether what compression
-          loses is kept and added to the next step's gradients, which takes the memory of one more
-          copy of the parameters on every device. None: where the encoding is biased: "uniform" with
-          nearest rounding (2 bits or more), "levels", "onebit", "topk", "threshold" and "randk".
-          `residual_decay` is the part of it that is added.
-        key: a PRNG key, as of `psum_q`, not traced: the count of steps is folded into it.
-        name: of the collective, as of `psum_q`.
-        rules: as of `psum_q`. By default leaves of at most one dimension are sent exact; None
-          compresses them too.
-        fuse: as of `psum_q`.
-        carrier: as of `psum_q`.
-        mesh: of the shard_map. Only `init` outside of it needs it, for the number of devices that
-          the axis has; None: that of `jax.set_mesh`.
-        **keywords: bits, bucket_size, compressor and rounding, which replace those of config. With
-          error feedback `rounding="nearest"` is better: its error is half as large in a step.
+        axis_name: Name of a mesh axis, or a tuple of names.
+        config: How values are sent, as in `psum_q`. `error_feedback` selects the leaves that keep a
+            residual, which takes the memory of one more copy of these parameters on each device.
+            None (default): leaves whose encoding is biased, which are "uniform" with nearest
+            rounding (2 bits or more), "levels", "onebit", "topk", "threshold" and "randk".
+            `residual_decay` scales the residual before it is added.
+        key: A PRNG key for random rounding. It must not be traced; the step count is folded into
+            it. None (default) rounds to nearest, which is better with error feedback.
+        name: Identifies the collective across processes, as in `psum_q`.
+        rules: Settings per leaf, by its path. `Rules()` (default) sends biases and other leaves of
+            at most one dimension exactly. None compresses them too.
+        fuse: How leaves share messages, as in `psum_q`.
+        carrier: "native" (default) or "xla", as in `psum_q`.
+        mesh: The mesh of the `shard_map`. `init` outside of it needs the number of devices. None
+            (default) is the mesh of `jax.set_mesh`.
+        **keywords: `bits`, `bucket_size`, `compressor` and `rounding` override fields of `config`.
 
     Returns:
-        An optax.GradientTransformation, whose state is an `AverageGradientsState`.
+        An `optax.GradientTransformation`, whose state is an `AverageGradientsState`.
 
     Raises:
         ImportError: optax is not installed.
-        ValueError: a field is out of its range; at init, no mesh is known, error feedback does not
-          converge, or all leaves are exact with error_feedback=True; at update, the gradients are
-          equal on all devices already, or the state has other shapes than the gradients, or was
-          made without error feedback.
-        NameError, NotImplementedError, TypeError, jax.errors.JaxRuntimeError: as `psum_q`.
+        ValueError: A setting is out of range. In `init`: no mesh is known; error feedback would not
+            converge; `error_feedback=True`, and all leaves are exact. In `update`: the gradients
+            are equal on all devices already; the state does not fit them or was made without error
+            feedback.
+        TypeError: A leaf, key or static argument has the wrong type, as in `psum_q`.
+        NameError: In `update`, an axis name is not bound by a `shard_map` around the call.
+        NotImplementedError: The axes or the platform are not supported, as in `psum_q`.
+        jax.errors.JaxRuntimeError: At run time, a peer failed, as in `psum_q`.
 
     Example:
-        >>> mesh = jax.make_mesh((1,), ("d",))
-        >>> state = average_gradients("d", bits=2, mesh=mesh).init(jax.numpy.ones((3, 4)))
-        >>> state.residual.shape
-        (1, 3, 4)
+        >>> import jax
+        >>> import optax
+        >>> from cgx_ops.jax import average_gradients, state_specs
+        >>> mesh = jax.make_mesh((1,), ("data",))
+        >>> optimizer = optax.chain(average_gradients("data", bits=2, mesh=mesh), optax.sgd(0.5))
+        >>> weights = jax.numpy.zeros((4, 4))
+        >>> specs = state_specs(optimizer, weights, "data")
+        >>> @jax.jit
+        ... @jax.shard_map(mesh=mesh, in_specs=(jax.P(), specs), out_specs=(jax.P(), specs))
+        ... def step(weights, state):
+        ...     own = jax.lax.pcast(weights, "data", to="varying")
+        ...     gradients = jax.grad(lambda w: w.sum())(own)
+        ...     updates, state = optimizer.update(gradients, state, weights)
+        ...     return optax.apply_updates(weights, updates), state
+        >>> with jax.set_mesh(mesh):
+        ...     shardings = jax.tree.map(lambda spec: jax.NamedSharding(mesh, spec), specs)
+        ...     state = jax.jit(optimizer.init, out_shardings=shardings)(weights)
+        ...     weights, state = step(weights, state)
+        >>> float(weights[0, 0]), int(state[0].step)
+        (-0.5, 1)
     """
     caller = "average_gradients"
     optax = import_optax(caller)
@@ -148,7 +176,7 @@ def average_gradients(
 
 
 def _kept_in(dtype: Any, residual: jax.Array) -> jax.Array:
-    """Return a residual in another dtype: what is too large for it is its largest number."""
+    """Return a residual in another dtype. Values that are too large become its largest number."""
     if residual.dtype == dtype:
         return residual
     largest = jnp.finfo(dtype).max

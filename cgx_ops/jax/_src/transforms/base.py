@@ -6,9 +6,9 @@ A state declares, in its method's file, the fields that differ between devices:
     class AverageGradientsState(NamedTuple):
 
 1. the declaration
-2. what follows from it: specs for shard_map, and consolidation for another number of devices
-3. what all methods share
-4. what optimizers share that average a momentum
+2. derived from it: specs for shard_map, and consolidation for another number of devices
+3. shared by all methods
+4. shared by optimizers that average a momentum
 """
 
 import math
@@ -50,18 +50,19 @@ def per_device(
     replicated: Sequence[str] = (),
     check: Callable[[Any, Any], None] | None = None,
 ) -> Callable[[type[State]], type[State]]:
-    """Declare which fields of a state, a NamedTuple, hold values of each device's own.
+    """Declare which fields of a state, a NamedTuple, hold values that differ between devices.
 
-    Their leaves have an axis of the devices in front: (devices, *shape) outside of shard_map, and
-    (1, *shape) inside. All other fields are equal on all devices, except those of a declared state
-    inside this one.
+    Their leaves have an axis over the devices in front: (devices, *shape) outside of shard_map and
+    (1, *shape) inside. All other fields are equal on all devices, except fields that contain
+    another declared state.
 
     Args:
-        *fields: trees like the parameters, with None for leaves without a value.
-        where: for a field of which only some leaves are a device's own: the field that is not None
-            at these leaves.
-        replicated: fields that are trees like the parameters, but are never sharded.
-        check: called by state_specs() with the shapes of this state and of the whole optimizer's.
+        *fields: Trees like the parameters, with None for leaves without a value.
+        where: For a field of which only some leaves differ between devices: the name of the field
+            that is not None at these leaves.
+        replicated: Fields that are trees like the parameters, but are never sharded.
+        check: Called by state_specs() with the shapes of this state and of the whole optimizer
+            state.
     """
 
     def declare(state: type[State]) -> type[State]:
@@ -83,7 +84,7 @@ def _map_declared(change: Callable[[Any], Any], tree: Any) -> Any:
 
 
 def _map_per_device(change: Callable[[Any], Any], tree: Any) -> Any:
-    """Apply a function to the leaves of each device's own in all declared states of a tree."""
+    """Apply a function to the per-device leaves of all declared states of a tree."""
 
     def changed(state: Any) -> Any:
         declared = _declared[type(state)]
@@ -112,29 +113,38 @@ def state_specs(
     axis_name: Axes,
     param_specs: Any = None,
 ) -> Any:
-    """Return the PartitionSpecs of an optimizer's state, for shard_map or out_shardings.
+    """Return the PartitionSpecs of an optimizer's state, for `shard_map` or `out_shardings`.
 
-    Residuals, and momenta of each device's own, are sharded over the axes. Factors of `power_sgd`
-    are replicated. Everything else has the spec of its parameter. To make the state on all devices,
-    with each array where it belongs:
+    Values that differ between devices, such as residuals, are sharded over the axes. Factors of
+    `power_sgd` are replicated. All other leaves have the spec of their parameter. To create a state
+    with each array on its devices::
 
-        specs = state_specs(optimizer, params, "data")
-        shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
-        state = jax.jit(optimizer.init, out_shardings=shardings)(params)
+        specs = state_specs(optimizer, weights, "data")
+        shardings = jax.tree.map(lambda spec: jax.NamedSharding(mesh, spec), specs)
+        state = jax.jit(optimizer.init, out_shardings=shardings)(weights)
 
     Args:
-        optimizer: an optax transformation that contains one of cgx_ops.jax's.
-        params: the parameters, or their jax.ShapeDtypeStructs.
-        axis_name: the axis name of cgx_ops.jax's transformation.
-        param_specs: the PartitionSpecs of the parameters, a tree like `params`; None: P() for all.
+        optimizer: An optax transformation that contains one of `cgx_ops.jax`.
+        params: The parameters, or their `jax.ShapeDtypeStruct`.
+        axis_name: The `axis_name` of the transformation of `cgx_ops.jax`.
+        param_specs: The PartitionSpecs of the parameters, a tree like `params`. None (default)
+            means `P()` for all of them.
 
     Returns:
-        A tree like `optimizer.init(params)`, of PartitionSpecs.
+        A tree of PartitionSpecs, like `optimizer.init(params)`.
 
     Raises:
         ImportError: optax is not installed.
-        ValueError: as `optimizer.init`, outside of shard_map; momentum would be applied twice to
-          a leaf: by deep_gradient and by a transformation behind it.
+        ValueError: As `optimizer.init` outside of a `shard_map`; or `deep_gradient` and another
+            transformation would both apply momentum to a leaf.
+
+    Example:
+        >>> import jax
+        >>> from cgx_ops.jax import average_gradients, state_specs
+        >>> mesh = jax.make_mesh((1,), ("data",))
+        >>> optimizer = average_gradients("data", bits=2, mesh=mesh)
+        >>> state_specs(optimizer, jax.numpy.ones((4, 4)), "data")
+        AverageGradientsState(step=P(), residual=P('data',))
     """
     optax = import_optax("state_specs")
     if param_specs is None:
@@ -154,7 +164,7 @@ def state_specs(
 
 def specs_like_params(optax: Any, optimizer: Any, state: Any, param_specs: Any) -> Any:
     """Return the specs of an optax state: those of the parameters for trees like them, else P()."""
-    # A leaf without a residual is no leaf for JAX, but one for the specs.
+    # None (a leaf without a residual) is not a leaf in JAX, but needs a spec.
     masked = lambda node: node is None or isinstance(node, optax.MaskedNode)  # noqa: E731
     return optax.tree.map_params(
         optimizer, lambda leaf, spec: leaf if masked(leaf) else spec, state, param_specs,
@@ -163,36 +173,43 @@ def specs_like_params(optax: Any, optimizer: Any, state: Any, param_specs: Any) 
 
 
 def consolidate(state: Any, devices: int | None = None) -> Any:
-    """Return an optimizer's state with each device's own values replaced by their mean.
+    """Replace the per-device values of an optimizer state by their mean, for any number of devices.
 
-    These are residuals, momenta of `deep_gradient`'s sparse leaves and of `signum`, and the flight
-    of an outer loop (`diloco`). The average needs only the mean of the residuals, which
-    stays the same for any number of devices. So a run on another number can continue from the
-    state:
+    Use it to continue a run on another number of devices. Per-device values are residuals, the
+    momenta of `signum` and of the sparse leaves of `deep_gradient`, and a `Flight` of `diloco`.
+    Their mean, which is all that matters for averages, stays the same::
 
-        saved = consolidate(state, devices=1)                # in the old run, before it is saved
-        state = consolidate(restored, devices=jax.device_count())               # in the new one
+        saved = consolidate(state, devices=1)                          # in the old run
+        state = consolidate(restored, devices=jax.device_count())      # in the new run
 
-    On the same number of devices, a state that was not consolidated gives the same bits.
+    On the same number of devices, save the state itself: then a run continues with the same bits.
 
     Args:
-        state: of an outer loop, or of an optax transformation that contains one of cgx_ops.jax's,
-          outside of shard_map. In jax.jit, out_shardings from `state_specs` put the result where
-          it belongs.
-        devices: how many the result is for; None: as many as `state` is for.
+        state: The state of an optax transformation that contains one of `cgx_ops.jax`, or of a
+            `DiLoCo` loop, outside of `shard_map`. In `jax.jit`, set `out_shardings` from
+            `state_specs`.
+        devices: The number of devices of the result. None (default): as in `state`.
 
     Returns:
-        A state like `state`, whose values of each device's own are (devices, *shape). The mean is
+        A state like `state`, with per-device values of shape `(devices, *shape)`. Means are
         computed in float32.
 
     Raises:
-        ValueError: `state` contains no state of cgx_ops.jax; `devices` is less than 1.
+        ValueError: `state` contains no state of `cgx_ops.jax`; `devices` is less than 1.
+
+    Example:
+        >>> import jax
+        >>> from cgx_ops.jax import average_gradients, consolidate
+        >>> mesh = jax.make_mesh((1,), ("data",))
+        >>> state = average_gradients("data", bits=2, mesh=mesh).init(jax.numpy.ones((3, 4)))
+        >>> consolidate(state, devices=8).residual.shape
+        (8, 3, 4)
     """
     mean_of = mean_over("consolidate", devices)
     if not any(map(_is_declared, jax.tree.leaves(state, is_leaf=_is_declared))):
         raise ValueError(
-            "consolidate: the state contains no state of cgx_ops.jax: give it that of an optimizer "
-            "with one of its transformations, or that of an outer loop"
+            "consolidate: the state contains no state of cgx_ops.jax: pass the state of an "
+            "optimizer with one of its transformations, or of an outer loop"
         )
     return _map_per_device(mean_of, state)
 
@@ -248,15 +265,15 @@ def zero_residuals(
     keeps: Callable[[Any, Any], bool] = lambda path, leaf: True,
     dtype: Any = jnp.float32,
 ) -> Any:
-    """Return zeros for a tree of parameters, an array for each device.
+    """Return zero residuals for a tree of parameters, with an axis over the devices.
 
     Args:
-        caller: for errors.
-        params: the parameters, without an axis for the devices.
-        axis_name: the axes of the devices.
-        mesh: of the devices; None: that of jax.set_mesh.
-        keeps: whether a leaf, by its path, has a residual; else there is None for it.
-        dtype: of the zeros; None: that of each leaf.
+        caller: The public function, for errors.
+        params: The parameters, without an axis over the devices.
+        axis_name: The axes of the devices.
+        mesh: The mesh of the devices; None: that of jax.set_mesh.
+        keeps: Whether the leaf at a path has a residual; other leaves get None.
+        dtype: The dtype of the zeros; None: that of each leaf.
 
     Returns:
         A tree like `params`, of arrays (1, *shape) inside of shard_map and (devices, *shape)
@@ -276,30 +293,30 @@ def zero_residuals(
 
 
 def devices_of(caller: str, axes: tuple[Hashable, ...], mesh: Mesh | None) -> int:
-    """Return how many devices a group has, outside of shard_map."""
+    """Return the number of devices of a group, outside of shard_map."""
     sizes = dict((mesh or jax.sharding.get_abstract_mesh()).shape)
     unknown = [axis for axis in axes if axis not in sizes]
     if unknown:
         raise ValueError(
-            f"{caller}: init outside of shard_map needs the sizes of the axes {unknown}, "
-            f"and the mesh here has {list(sizes)}: give {caller} the mesh of the "
-            "shard_map, or call jax.set_mesh"
+            f"{caller}: init outside of shard_map needs the sizes of the axes {unknown}, and the "
+            f"mesh here has {list(sizes)}: pass the mesh of the shard_map to {caller}, or call "
+            "jax.set_mesh"
         )
     return math.prod(sizes[axis] for axis in axes)
 
 
 def check_own(caller: str, updates: Any, axes: tuple[Hashable, ...]) -> None:
-    """Require that gradients are each device's own, where types show it."""
+    """Require that gradients differ between devices, as far as checked types show it."""
     if not compat.types_are_checked():
         return
     for path, leaf in jax.tree_util.tree_leaves_with_path(updates):
         same = frozenset(axes) - compat.varying_axes(leaf)
         if same:
             raise ValueError(
-                f"{caller}: updates{jax.tree_util.keystr(path)} is the same on all "
-                f"devices of {sorted(same, key=str)}: JAX has summed this gradient already, "
-                "exactly, and it is N times too large for an average. Differentiate "
-                'jax.lax.pcast(params, axis_name, to="varying") instead of params'
+                f"{caller}: updates{jax.tree_util.keystr(path)} is the same on all devices of "
+                f"{sorted(same, key=str)}: JAX has already summed this gradient, exactly, and it "
+                "is N times too large for an average. Differentiate jax.lax.pcast(params, "
+                'axis_name, to="varying") instead of params'
             )
 
 
@@ -312,13 +329,16 @@ def own_residual(
     keeps: bool = False,
     decay: float = 1.0,
 ) -> jax.Array | None:
-    """Return this device's part of a residual, decayed, if the leaf has one; it must if `keeps`."""
+    """Return this device's residual of a leaf, scaled by `decay`, or None.
+
+    `keeps`: whether the leaf must have one.
+    """
     where = f"updates{jax.tree_util.keystr(path)}"
     if residual is None and keeps:
         raise ValueError(
             f"{caller}: {where} has error feedback, and the state has no residual for it: the "
-            "state was made without error feedback, or with other settings. Make it by init, with "
-            "these"
+            "state was made without error feedback, or with other settings. Create it by init, "
+            "with the current settings"
         )
     if residual is None:
         return None
@@ -335,12 +355,13 @@ def own_residual(
 
 
 def checked_gradients(caller: str, updates: Any, state: Any, axes: Any) -> Any:
-    """Return a device's own gradients in float32, which must be like the state."""
+    """Return a device's own gradients in float32; require that they fit the state."""
     check_own(caller, updates, axes)
     found, known = jax.tree.structure(updates), jax.tree.structure(state)
     if found != known:
         raise ValueError(
-            f"{caller}: the gradients are {found}, the state {known}: it is another model's"
+            f"{caller}: the gradients have the structure {found}, and the state {known}: the state "
+            "belongs to another model"
         )
     for (path, x), y in zip(
         jax.tree_util.tree_leaves_with_path(updates), jax.tree.leaves(state), strict=True
@@ -348,7 +369,7 @@ def checked_gradients(caller: str, updates: Any, state: Any, axes: Any) -> Any:
         if jnp.shape(x) != jnp.shape(y)[jnp.ndim(y) - jnp.ndim(x) :]:
             raise ValueError(
                 f"{caller}: updates{jax.tree_util.keystr(path)} has shape {jnp.shape(x)}, and the "
-                f"state {jnp.shape(y)}: it is another model's"
+                f"state {jnp.shape(y)}: the state belongs to another model"
             )
     return jax.tree_util.tree_map_with_path(
         lambda path, x: checked_leaf(caller, path, x).astype(jnp.float32), updates
@@ -356,7 +377,7 @@ def checked_gradients(caller: str, updates: Any, state: Any, axes: Any) -> Any:
 
 
 def followed(momenta: Any, gradients: Any, beta: float) -> Any:
-    """Return momenta after a step: exponential moving averages of gradients."""
+    """Return the exponential moving averages (momenta) after a step."""
     return jax.tree.map(lambda m, g: m * beta + g * (1 - beta), momenta, gradients)
 
 

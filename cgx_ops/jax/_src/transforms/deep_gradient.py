@@ -1,10 +1,10 @@
-"""deep_gradient: gradients with momentum, the largest of them sent, as an optax transformation.
+"""deep_gradient: sparse gradients with momentum correction, as an optax transformation.
 
-Each step, on each device:
+In each step, each device:
 
-  1. clip the gradient, and add it to the momentum and to the residual
-  2. send the largest values of that; average exactly the leaves that are not sparse
-  3. keep the rest as the residual; where a value was sent, momentum is 0 again
+  1. clips the gradient, and adds it to the momentum and to the residual
+  2. sends the largest values of the residual; leaves that are not sparse are averaged exactly
+  3. keeps the rest as the residual; the momentum becomes 0 where a value was sent
 
 Lin, Han, Mao, Wang, Dally: Deep Gradient Compression: Reducing the Communication Bandwidth for
 Distributed Training, ICLR 2018.
@@ -43,9 +43,9 @@ _CALLER = "deep_gradient"
 
 
 def _refuse_momentum_twice(state: "DeepGradientState", whole: Any) -> None:
-    """Require that no other state of an optimizer has momentum of a leaf that this one has."""
+    """Require that no other state of an optimizer has a momentum for a leaf that has one here."""
 
-    # Optax's names of momentum: "trace" of sgd and others, "mu" of adam and others.
+    # Optax's names of momentum: "trace" in sgd and others, "mu" in adam and others.
     def momentum_of(node: Any) -> Any:
         return getattr(node, "trace", getattr(node, "mu", None))
 
@@ -56,8 +56,8 @@ def _refuse_momentum_twice(state: "DeepGradientState", whole: Any) -> None:
         if _paths_of(state.momentum) & _paths_of(momentum_of(node)):
             raise ValueError(
                 f"state_specs: deep_gradient has momentum, and so has {type(node).__name__}, which "
-                "would apply it twice: chain optax.sgd(rate) behind it, without momentum, or give "
-                "deep_gradient momentum=0"
+                "would apply it twice: chain optax.sgd(rate) behind it, without momentum, or pass "
+                "momentum=0 to deep_gradient"
             )
 
 
@@ -67,14 +67,23 @@ def _paths_of(tree: Any) -> set[Any]:
 
 @per_device("momentum", "residual", where={"momentum": "residual"}, check=_refuse_momentum_twice)
 class DeepGradientState(NamedTuple):
-    """The state of deep_gradient between steps. All of it is float32, except the step.
+    """The state of `deep_gradient` between steps. All arrays but `step` are float32.
 
     Attributes:
-        step: int32 scalar: the steps done, equal on all devices.
-        momentum: u, a tree like the parameters: of sparse leaves a device's own, as residuals are;
-          of the others of the leaf's shape, equal on all devices. None without momentum.
-        residual: v, what is not sent yet, as of AverageGradientsState, with None for leaves that
-          are not sparse.
+        step: Number of steps done, an int32 scalar, equal on all devices.
+        momentum: The momentum u, a tree like the parameters. For sparse leaves it is each device's
+            own, with an axis over the devices in front. For other leaves it has the leaf's shape.
+            None without momentum.
+        residual: The accumulated values v that were not sent yet. Each leaf has an axis over the
+            devices in front. None for leaves that are not sparse.
+
+    Example:
+        >>> import jax
+        >>> from cgx_ops.jax import deep_gradient
+        >>> mesh = jax.make_mesh((1,), ("data",))
+        >>> state = deep_gradient("data", mesh=mesh).init(jax.numpy.ones((30, 40)))
+        >>> state.momentum.shape, state.residual.shape
+        ((1, 30, 40), (1, 30, 40))
     """
 
     step: jax.Array
@@ -98,50 +107,64 @@ def deep_gradient(
     mesh: Mesh | None = None,
     **keywords: Unpack[Keywords],
 ) -> "optax.GradientTransformation":
-    """Return an optax transformation that averages gradients with momentum, sent sparse.
+    """Create an optax transformation that averages sparse gradients with momentum correction (DGC).
 
-    It stands where `average_gradients` stands, and is used in the same way, with `state_specs` and
-    `consolidate`; behind it an optimizer without momentum: optax.sgd(rate). A device adds its
-    gradient g, clipped, to the momentum u and that to v, what it has not sent yet:
+    Use it like `average_gradients`, with `state_specs` and `consolidate`. Chain an optimizer
+    without momentum behind it, such as `optax.sgd(rate)`. Each device adds its clipped gradient g
+    to a momentum u, and that to a residual v::
 
-        u = m u + g, v = v + u;  with Nesterov's momentum u = m (u + g), v = v + u + g
+        u = m * u + g;    v = v + u                  # by default
+        u = m * (u + g);  v = v + u + g              # with Nesterov's momentum
 
-    and sends the largest values of v; there v and u become 0, or v what the values lost on their
-    way. The average of what all devices sent stands for the gradient, momentum included. Leaves of
-    at most one dimension, small ones, and those that `rules` send exact, are averaged exactly, and
-    the mean of g goes through the momentum.
+    It sends the largest values of v. There u becomes 0, and v becomes the error of the sent value.
+    The average over all devices replaces the gradient and includes the momentum. Leaves of at most
+    one dimension, small leaves and leaves that `rules` set to 32 bits are averaged exactly. For
+    these, the momentum is applied to the average.
 
     Args:
-        axis_name: name of a mesh axis, or a tuple of names.
-        density: the share of a leaf's values that a device sends, more than 0 and at most 1.
-        momentum: m, at least 0 and less than 1.
-        nesterov: whether it is Nesterov's.
-        clip: before it is added, each device's gradient of a leaf is scaled down to an L2 norm, of
-          this leaf's elements, of at most clip / sqrt(W) for W devices; None: it is not.
-        warmup_steps: steps with more than `density`: a quarter of them each with 25 %, 6.25 %,
-          1.5625 % and 0.390625 %, where that is more. The program has a branch for each.
-        dense_axis: axes over which gradients are averaged exactly first, such as that of the
-          devices of a host: they have one v and u in common.
-        config: as of `psum_q`; None: Config(compressor="topk"). The compressor is "topk", or
-          "threshold", which is faster and sends about as many. `value_bits` and `minimal_size`
-          count; `density` is the argument, and buckets are whole leaves.
-        name: of the collectives, as of `psum_q`.
-        rules: as of `average_gradients`: bits 32 (exact), compressor, density and value_bits.
-        carrier: as of `psum_q`.
-        mesh: of the shard_map, as of `average_gradients`. Where several processes have several
-          devices, update needs it too.
-        **keywords: bits, bucket_size, compressor and rounding, which replace those of config.
+        axis_name: Name of a mesh axis, or a tuple of names.
+        density: The fraction of a leaf's values that each device sends, more than 0 and at most 1.
+            Default 0.001.
+        momentum: m, at least 0 and less than 1. Default 0.9.
+        nesterov: Whether to use Nesterov's momentum.
+        clip: Limits the L2 norm of each leaf's gradient on each device to `clip / sqrt(devices)`.
+            None (default): no clipping.
+        warmup_steps: Number of first steps with higher density: four equal stages with at least 25
+            %, 6.25 %, 1.5625 % and 0.390625 %. The program has one branch per stage. Default 0.
+        dense_axis: Axes over which gradients are averaged exactly first, such as the devices of a
+            host. These devices share u and v. None (default): no such axes.
+        config: How sparse leaves are sent. None (default) means `Config(compressor="topk")`. The
+            compressor is "topk", or "threshold", which is faster and sends about as many values.
+            `value_bits` and `minimal_size` apply; buckets are whole leaves.
+        name: Identifies the collectives across processes, as in `psum_q`.
+        rules: Settings per leaf, by its path: `bits=32` (exact), `compressor`, `density` and
+            `value_bits`.
+        carrier: "native" (default) or "xla", as in `psum_q`.
+        mesh: The mesh of the `shard_map`, as in `average_gradients`. If several processes have
+            several devices each, `update` needs it as well.
+        **keywords: `bits`, `bucket_size`, `compressor` and `rounding` override fields of `config`.
 
     Returns:
-        An optax.GradientTransformation, whose state is a `DeepGradientState`.
+        An `optax.GradientTransformation`, whose state is a `DeepGradientState`.
 
     Raises:
         ImportError: optax is not installed.
-        ValueError: an argument is out of its range; at init, no mesh is known; at update, the
-          gradients are equal on all devices already, or do not fit the state.
-        NotImplementedError: several processes have several devices of the axis each, whose
-          gradients would be summed before they are sent: name an axis of these in dense_axis.
-        NameError, TypeError, jax.errors.JaxRuntimeError: as `psum_q`.
+        ValueError: An argument is out of range. In `init`: no mesh is known. In `update`: the
+            gradients are equal on all devices already, or do not fit the state.
+        NotImplementedError: Several processes have several devices of the axis each. Name an axis
+            over the devices of a process in `dense_axis`.
+        TypeError: A leaf or static argument has the wrong type, as in `psum_q`.
+        NameError: In `update`, an axis name is not bound by a `shard_map` around the call.
+        jax.errors.JaxRuntimeError: At run time, a peer failed, as in `psum_q`.
+
+    Example:
+        >>> import jax
+        >>> import optax
+        >>> from cgx_ops.jax import deep_gradient, state_specs
+        >>> mesh = jax.make_mesh((1,), ("data",))
+        >>> optimizer = optax.chain(deep_gradient("data", density=0.01, mesh=mesh), optax.sgd(0.1))
+        >>> state_specs(optimizer, jax.numpy.ones((30, 40)), "data")[0].residual
+        P('data',)
     """
     optax = import_optax(_CALLER)
     method = Method(density, momentum, nesterov, clip, warmup_steps)
@@ -172,7 +195,7 @@ def deep_gradient(
         groups = mesh_groups(_CALLER, axis_name)
         dense = () if dense_axis is None else mesh_groups(_CALLER, dense_axis).axes
         require_own_messages(
-            _CALLER, mesh, groups, 'give its name: deep_gradient("hosts", dense_axis="devices")'
+            _CALLER, mesh, groups, 'pass its name: deep_gradient("hosts", dense_axis="devices")'
         )
         check_own(_CALLER, updates, groups.axes + dense)
         options.warn_of_unmatched(updates)
@@ -211,7 +234,7 @@ def deep_gradient(
             whole = {n for n in owed if own[n].density >= 1}
             own |= {n: own[n].with_own(bits=EXACT_BITS) for n in whole}
             zeros = {n: None if n in whole else jnp.zeros_like(c) for n, c in owed.items()}
-            # Little of a large tree is sent: one message.
+            # Few values are sent even of a large tree, so it is one message.
             got, lost = reduced(owed, zeros, groups.axes, "sparse", own, parts=False)
             return got, {n: jnp.zeros_like(c) if n in whole else lost[n] for n, c in owed.items()}
 
@@ -233,7 +256,7 @@ def deep_gradient(
 
 
 class _Leaf(NamedTuple):
-    """A gradient in float32, and its dtype; how it is sent (a Config), u and v, or None."""
+    """A float32 gradient, its original dtype, its Config if it is sparse, and its u and v."""
 
     x: jax.Array
     dtype: Any
@@ -254,18 +277,18 @@ def _leaves(updates: Any, state: DeepGradientState, own_of: Any) -> dict[str, _L
         where = f"updates{jax.tree_util.keystr(path)} of shape {x.shape}"
         if (own is None) != (v is None):
             raise ValueError(
-                f"{_CALLER}: {where} is {'exact' if own is None else 'sparse'} here, and was not "
-                "where the state was made: the state is another model's, or of other rules"
+                f"{_CALLER}: {where} is {'exact' if own is None else 'sparse'} here, but was not "
+                "when the state was made: the state belongs to another model, or to other rules"
             )
         if own is None and u is not None and u.shape != x.shape:
             raise ValueError(
-                f"{_CALLER}: {where} has a momentum of shape {u.shape}: the state is another "
-                "model's"
+                f"{_CALLER}: {where} has a momentum of shape {u.shape}: the state belongs to "
+                "another model"
             )
         if own is not None:
             u, v = (own_residual(_CALLER, path, x, kept) for kept in (u, v))
         if name in leaves:
-            raise ValueError(f"{_CALLER}: two leaves have one path: {name}")
+            raise ValueError(f"{_CALLER}: two leaves have the same path: {name}")
         leaves[name] = _Leaf(x.astype(jnp.float32), x.dtype, own, u, v)
     return leaves
 
@@ -273,7 +296,7 @@ def _leaves(updates: Any, state: DeepGradientState, own_of: Any) -> dict[str, _L
 def _clipped(x: jax.Array, limit: float | None) -> jax.Array:
     """Scale a gradient down to an L2 norm of at most `limit`.
 
-    Beside what is not finite nothing is left of it.
+    If a value is not finite, all finite values become 0.
     """
     if limit is None or x.size == 0:
         return x
@@ -284,7 +307,7 @@ def _clipped(x: jax.Array, limit: float | None) -> jax.Array:
 
 
 def _corrected(method: Method, x: jax.Array, u: jax.Array | None) -> tuple[jax.Array, Any]:
-    """Return what momentum makes of a gradient, and the new momentum."""
+    """Return a gradient after momentum, and the new momentum."""
     if u is None:
         return x, None
     if method.nesterov:
@@ -295,7 +318,7 @@ def _corrected(method: Method, x: jax.Array, u: jax.Array | None) -> tuple[jax.A
 
 
 def _at_its_stage(method: Method, step: jax.Array, sent: Callable[[int], Any]) -> Any:
-    """Return sent(first) of the stage of the warm-up that a step is in, and its first step."""
+    """Return sent(first), where `first` is the first step of the current stage of the warm-up."""
     firsts = [first for first, _ in method.stages()]
     if len(firsts) == 1:
         return sent(firsts[0])
@@ -304,12 +327,12 @@ def _at_its_stage(method: Method, step: jax.Array, sent: Callable[[int], Any]) -
 
 
 def _kept(leaf: _Leaf, u: jax.Array) -> jax.Array:
-    """Return a momentum for the state: without what is not finite."""
+    """Return a momentum for the state, with zeros in place of values that are not finite."""
     u = jnp.where(jnp.isfinite(u), u, 0.0)
     return u if leaf.v is None else u[None]
 
 
 def _platform(mesh: Mesh | None) -> str:
-    """Return the platform of the devices of a mesh; of an abstract one, the default."""
+    """Return the platform of a mesh's devices; for an abstract mesh, the default platform."""
     known = isinstance(mesh, jax.sharding.Mesh)
     return mesh.devices.flat[0].platform if known else jax.default_backend()

@@ -37,13 +37,23 @@ if TYPE_CHECKING:
 
 @per_device("residual")
 class OneBitAdamState(NamedTuple):
-    """The state of one_bit_adam between steps.
+    """The state of `one_bit_adam` between steps. All arrays but `step` are float32.
 
     Attributes:
-        step: int32 scalar: the steps done, equal on all devices.
-        mu: momentum, a tree like the parameters, float32, equal on all devices.
-        nu: variance, likewise.
-        residual: as of AverageGradientsState, but float32.
+        step: Number of steps done, an int32 scalar, equal on all devices.
+        mu: The momentum, a tree like the parameters, equal on all devices.
+        nu: The variance, a tree like the parameters, equal on all devices.
+        residual: Each device's quantization error, with an axis over the devices in front, as in
+            `AverageGradientsState`.
+
+    Example:
+        >>> import jax
+        >>> from cgx_ops.jax import one_bit_adam
+        >>> mesh = jax.make_mesh((1,), ("data",))
+        >>> optimizer = one_bit_adam("data", 1e-3, warmup_steps=100, mesh=mesh)
+        >>> state = optimizer.init(jax.numpy.ones((3, 4)))[0]
+        >>> state.mu.shape, state.residual.shape
+        ((3, 4), (1, 3, 4))
     """
 
     step: jax.Array
@@ -70,52 +80,64 @@ def one_bit_adam(
     mesh: Mesh | None = None,
     **keywords: Unpack[Keywords],
 ) -> "optax.GradientTransformation":
-    """Return 1-bit Adam as an optax optimizer, which averages over mesh axes itself.
+    """Create 1-bit Adam as an optax optimizer that averages over mesh axes itself.
 
-    Its `update` is called inside `jax.shard_map`, with each device's own gradients, and is used as
-    `average_gradients` is, with `state_specs` and `consolidate`; nothing is chained before it that
-    averages.
+    Use it like `average_gradients`, with `state_specs` and `consolidate`: call `update` inside
+    `jax.shard_map`, with each device's own gradients. Chain nothing before it that averages.
 
-    The first `warmup_steps` steps are Adam's: gradients are averaged exact, mu and nu follow. Then
-    nu stays. Each device adds its own gradient to mu, sends that compressed, and all go on with the
-    average as mu. The quantization error, of a device's message and of averages that it
-    encodes, is its residual, added to its next message. So over all devices momenta and old
-    residuals are the average (as a sum) and the new residuals, up to float32 rounding.
+    The first `warmup_steps` steps are Adam with exact averages of gradients. After them, nu is
+    constant. Each device then updates mu with its own gradient and sends mu compressed, and the
+    average becomes the new mu. The quantization error is kept as a residual and added to the next
+    message.
 
-    As in the paper's algorithm and in DeepSpeed's code mu and nu are not divided by 1 - b^t: in the
-    first steps, while nu is small, steps are up to (1 - b1) / sqrt(1 - b2) = 3.2 times Adam's.
-    Begin with a small learning rate. Weight decay is decoupled, as in adamw. Elements whose nu is 0
-    when the warm-up ends stay where they are: of one bit they would get what their neighbours have.
+    As in the paper and in DeepSpeed, mu and nu have no bias correction. So the first steps are up
+    to `(1 - b1) / sqrt(1 - b2)` = 3.2 times as long as Adam's: start with a small learning rate.
+    Weight decay is decoupled, as in AdamW. Elements whose nu is 0 after the warm-up are not
+    updated.
 
     Args:
-        axis_name: name of a mesh axis, or a tuple of names.
-        learning_rate: a number, or an optax schedule.
-        warmup_steps: at least 1; 15 to 25 % of training in the paper. nu must have settled.
-        b1: of mu, at least 0 and less than 1.
-        b2: of nu, likewise.
-        eps: added to the root of nu; more than 0.
-        weight_decay: at least 0.
-        config: of the momentum, as of `average_gradients`; None: compressor "levels" with 1 bit.
-        key: a PRNG key, as of `average_gradients`.
-        name: of the collectives, as of `psum_q`.
-        rules: as of `average_gradients`, for the momentum.
-        fuse: as of `psum_q`.
-        carrier: as of `psum_q`.
-        mesh: of the shard_map, as of `average_gradients`.
-        **keywords: bits, bucket_size, compressor and rounding, which replace those of config.
+        axis_name: Name of a mesh axis, or a tuple of names.
+        learning_rate: A number or an optax schedule.
+        warmup_steps: Number of exact steps, at least 1. The paper uses 15 to 25 % of training; nu
+            must have become stable.
+        b1: Decay of mu, at least 0 and less than 1. Default 0.9.
+        b2: Decay of nu, at least 0 and less than 1. Default 0.999.
+        eps: Added to the square root of nu; more than 0. Default 1e-8.
+        weight_decay: At least 0. Default 0.
+        config: How the momentum is sent, as in `average_gradients`. None (default) means
+            `Config(compressor="levels", bits=1)`.
+        key: A PRNG key for random rounding, as in `average_gradients`.
+        name: Identifies the collectives across processes, as in `psum_q`.
+        rules: Settings per leaf of the momentum, by its path, as in `average_gradients`.
+        fuse: How leaves share messages, as in `psum_q`.
+        carrier: "native" (default) or "xla", as in `psum_q`.
+        mesh: The mesh of the `shard_map`, as in `average_gradients`.
+        **keywords: `bits`, `bucket_size`, `compressor` and `rounding` override fields of `config`.
 
     Returns:
-        An optax.GradientTransformation, the first of whose states is a `OneBitAdamState`.
+        An `optax.GradientTransformation`. The first element of its state is a `OneBitAdamState`.
 
     Raises:
         ImportError: optax is not installed.
-        ValueError: an argument is out of its range; at init, no mesh is known; at update, the
-          gradients are equal on all devices already, or do not fit the state.
-        NameError, NotImplementedError, TypeError, jax.errors.JaxRuntimeError: as `psum_q`.
+        ValueError: An argument is out of range. In `init`: no mesh is known. In `update`: the
+            gradients are equal on all devices already, or do not fit the state.
+        TypeError: A leaf, key or static argument has the wrong type, as in `psum_q`.
+        NameError: In `update`, an axis name is not bound by a `shard_map` around the call.
+        NotImplementedError: The axes or the platform are not supported, as in `psum_q`.
+        jax.errors.JaxRuntimeError: At run time, a peer failed, as in `psum_q`.
+
+    Example:
+        >>> import jax
+        >>> from cgx_ops.jax import one_bit_adam, state_specs
+        >>> mesh = jax.make_mesh((1,), ("data",))
+        >>> optimizer = one_bit_adam("data", 1e-3, warmup_steps=100, mesh=mesh)
+        >>> specs = state_specs(optimizer, jax.numpy.ones((3, 4)), "data")[0]
+        >>> specs.mu, specs.residual
+        (P(), P('data',))
     """
     caller = "one_bit_adam"
     optax = import_optax(caller)
-    # At least 1, for nu to be more than 0.
+    # At least 1: nu must become more than 0.
     warmup_steps = require_integer(f"{caller}: warmup_steps", warmup_steps, 1)
     require_share(f"{caller}: b1", b1)
     require_share(f"{caller}: b2", b2)
@@ -129,7 +151,10 @@ def one_bit_adam(
 
     def keeps(path: Any, leaf: Any) -> bool:
         if is_vote(options.of(path, leaf)):
-            raise ValueError(f"{caller}: a vote has no magnitude: use cgx_ops.jax.signum")
+            raise ValueError(
+                f"{caller}: compressor='sign' has no magnitudes, which Adam needs: use "
+                "cgx_ops.jax.signum"
+            )
         return options.keeps(path, leaf)
 
     def init(params: Any) -> OneBitAdamState:

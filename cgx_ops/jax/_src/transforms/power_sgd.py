@@ -1,11 +1,11 @@
-"""power_sgd: the mean over a mesh axis as an optax transformation, matrices as thin products.
+"""power_sgd: low-rank averages of gradients over a mesh axis, as an optax transformation.
 
     P = mean(M) Q, orthogonalized;  Q = mean(M)^T P;  the average is P Q^T
 
-  1. the transformation: which leaves are factored, its state, what a step averages
-  2. what is factored: a leaf as a matrix, or all leaves together as one
-  3. a step: all P travel with the leaves that are not factored, then all Q
-  4. the linear algebra, in float32
+  1. the transformation: which leaves are factored, its state, the averages of a step
+  2. matrices: a leaf, or all leaves together
+  3. a step: all P are sent with the leaves that are not factored, then all Q
+  4. linear algebra, in float32
 
 Vogels, Karimireddy, Jaggi: PowerSGD: Practical Low-Rank Gradient Compression for Distributed
 Optimization, NeurIPS 2019.
@@ -48,13 +48,22 @@ _CALLER = "power_sgd"
 
 @per_device("residual", replicated=["q"])
 class PowerSGDState(NamedTuple):
-    """The state of power_sgd between steps.
+    """The state of `power_sgd` between steps. All arrays but `step` are float32.
 
     Attributes:
-        step: int32 scalar: the steps done, equal on all devices.
-        q: a tree like the parameters: float32 (columns, rank) of each matrix that is factored,
-          equal on all devices; None for other leaves. With batched=True one array.
-        residual: as of AverageGradientsState, but float32.
+        step: Number of steps done, an int32 scalar, equal on all devices.
+        q: The factor Q of each factored leaf, `(columns, rank)`, equal on all devices. None for
+            other leaves. A single array with `batched=True`.
+        residual: Each device's error, with an axis over the devices in front, as in
+            `AverageGradientsState`.
+
+    Example:
+        >>> import jax
+        >>> from cgx_ops.jax import power_sgd
+        >>> mesh = jax.make_mesh((1,), ("data",))
+        >>> state = power_sgd("data", rank=2, mesh=mesh).init(jax.numpy.ones((30, 40)))
+        >>> state.q.shape, state.residual.shape
+        ((40, 2), (1, 30, 40))
     """
 
     step: jax.Array
@@ -80,51 +89,65 @@ def power_sgd(
     mesh: Mesh | None = None,
     **keywords: Unpack[Keywords],
 ) -> "optax.GradientTransformation":
-    """Return an optax transformation that averages gradients over mesh axes, in low rank.
+    """Create an optax transformation that averages gradients over mesh axes in low rank (PowerSGD).
 
-    It stands where `average_gradients` stands, and is used in the same way, with `state_specs` and
-    `consolidate`. A leaf is a matrix M of n rows and m columns, its dimensions parted where n + m
-    is least: (height * width * in, out) of a convolution. It is sent as P (n, rank) and Q
-    (m, rank): 4 rank (n + m) bytes in place of 4 n m. All P are a message, with leaves that are not
-    factored, and all Q another one; from 8 MiB on each is several, as of `psum_q`. The part
-    of a device's matrix that its factors do not represent is its residual, added in the next step.
-    So over all devices gradients and old residuals are the average (as a sum) and the new
-    residuals, up to rounding in float32 and in the leaf's dtype.
+    Use it like `average_gradients`, with `state_specs` and `consolidate`. A leaf is viewed as a
+    matrix M of n rows and m columns and sent as two factors, P `(n, rank)` and Q `(m, rank)`: 4
+    rank (n + m) bytes instead of 4 n m. The dimensions are split where n + m is smallest, for
+    example `(height * width * in, out)` for a convolution. One message has all P and the leaves
+    that are not factored, another one has all Q; large messages are split as in `psum_q`.
 
-    Parameters must be whole on each device: what is split over other axes of the mesh belongs to
-    average_gradients, by optax.partition.
+    The part of a device's matrix that its factors do not represent is its residual, which is added
+    in the next step.
+
+    Parameters must be whole on each device. For parameters that are split over other mesh axes, use
+    `average_gradients`, by `optax.partition`.
 
     Args:
-        axis_name: name of a mesh axis, or a tuple of names.
-        rank: columns of P and Q, at least 1.
-        min_compression_rate: a leaf is factored if P and Q have more than so many times fewer
-          elements than it, and no rule is for it; others are sent by `config`.
-        start: so many steps first are averaged exactly.
-        seed: of the first Q, which follow from it and the leaves' paths; without warm_start of all.
-        factor_bits: how P and Q travel: 32 exact, 16 as bfloat16, 8 quantized; what is lost of Q
-          is in the residuals too.
-        batched: whether all leaves together, one behind the other, are one nearly square matrix,
-          and no rule applies: fewer bytes and products, and a worse average.
-        warm_start: whether a step begins with the last one's Q, or with a newly drawn one.
-        config: how leaves travel that are not factored; None: exact. `error_feedback=False`
-          leaves all residuals out; else factored leaves have residuals, and others as in
-          `average_gradients`. `residual_decay` is the part of residuals that is added. Its
-          algorithm is that of P and Q too, which are rounded to nearest.
-        key: a PRNG key, as of `average_gradients`.
-        name: of the collectives, as of `psum_q`.
-        rules: as of `average_gradients`. A leaf that a rule matches is not factored.
-        carrier: as of `psum_q`.
-        mesh: of the shard_map, as of `average_gradients`.
-        **keywords: bits, bucket_size, compressor and rounding, which replace those of config.
+        axis_name: Name of a mesh axis, or a tuple of names.
+        rank: Columns of P and Q, at least 1. Default 1.
+        min_compression_rate: A leaf is factored if that divides its number of elements by more than
+            this, and no rule matches it. Default 2.
+        start: Number of first steps that average exactly. Default 0.
+        seed: Seed of the first Q; without `warm_start`, of every Q.
+        factor_bits: Format of P and Q: 32 (default) exact, 16 bfloat16, 8 quantized. The error of Q
+            is part of the residual.
+        batched: Whether to factor all leaves together as one nearly square matrix. Rules are
+            ignored then. It sends fewer bytes and computes less, but the average is worse.
+        warm_start: Whether a step starts from the last Q (default), or from a new random one.
+        config: How leaves that are not factored are sent. None (default): exactly.
+            `error_feedback=False` disables all residuals. `residual_decay` scales residuals before
+            they are added. `algorithm` applies to P and Q too, which are rounded to nearest.
+        key: A PRNG key for random rounding, as in `average_gradients`.
+        name: Identifies the collectives across processes, as in `psum_q`.
+        rules: Settings per leaf, by its path, as in `average_gradients`. A leaf that a rule matches
+            is not factored.
+        carrier: "native" (default) or "xla", as in `psum_q`.
+        mesh: The mesh of the `shard_map`, as in `average_gradients`.
+        **keywords: `bits`, `bucket_size`, `compressor` and `rounding` override fields of `config`.
 
     Returns:
-        An optax.GradientTransformation, whose state is a `PowerSGDState`.
+        An `optax.GradientTransformation`, whose state is a `PowerSGDState`.
 
     Raises:
         ImportError: optax is not installed.
-        ValueError: an argument is out of its range; at init, no mesh is known; at update, the
-          gradients are equal on all devices already, vary over other axes, or do not fit the state.
-        NameError, NotImplementedError, TypeError, jax.errors.JaxRuntimeError: as `psum_q`.
+        ValueError: An argument is out of range. In `init`: no mesh is known. In `update`: the
+            gradients are equal on all devices already, vary over other axes, or do not fit the
+            state.
+        TypeError: A leaf, key or static argument has the wrong type, as in `psum_q`.
+        NameError: In `update`, an axis name is not bound by a `shard_map` around the call.
+        NotImplementedError: The axes or the platform are not supported, as in `psum_q`.
+        jax.errors.JaxRuntimeError: At run time, a peer failed, as in `psum_q`.
+
+    Example:
+        >>> import jax
+        >>> import optax
+        >>> from cgx_ops.jax import power_sgd, state_specs
+        >>> mesh = jax.make_mesh((1,), ("data",))
+        >>> optimizer = optax.chain(power_sgd("data", rank=2, mesh=mesh), optax.sgd(0.1))
+        >>> specs = state_specs(optimizer, jax.numpy.ones((30, 40)), "data")[0]
+        >>> specs.q, specs.residual
+        (P(), P('data',))
     """
     optax = import_optax(_CALLER)
     rank = require_integer(f"{_CALLER}: rank", rank, 1)
@@ -183,9 +206,9 @@ def power_sgd(
             side, columns = all_in_one(sum(leaf.x.size for leaf in leaves))
             if getattr(qs, "shape", None) != (side, columns):
                 raise ValueError(
-                    f"{_CALLER}: all updates together need a q of shape {(side, columns)}, the "
-                    f"state's is {jax.tree.map(jnp.shape, qs)}: it is another model's, or one "
-                    "without batched=True"
+                    f"{_CALLER}: all updates together need a q of shape {(side, columns)}, and the "
+                    f"state's is {jax.tree.map(jnp.shape, qs)}: it belongs to another model, or "
+                    "was made without batched=True"
                 )
             return [_Matrix("", leaves, side, side, qs)]
         found = []
@@ -196,8 +219,8 @@ def power_sgd(
                 raise ValueError(
                     f"{_CALLER}: updates{jax.tree_util.keystr(leaf.path)} of shape {leaf.x.shape} "
                     f"has rank {expected}, and its q in the state is "
-                    f"{None if q is None else q.shape}: the state is another model's, "
-                    "or the parameter is split over other axes of the mesh"
+                    f"{None if q is None else q.shape}: the state belongs to another model, or the "
+                    "parameter is split over other axes of the mesh"
                 )
             if q is not None:
                 found.append(_Matrix(leaf.name, [leaf], rows, columns, q))
@@ -212,7 +235,7 @@ def power_sgd(
             if is_factored(path, leaf):
                 _check_whole(path, leaf, axes)
         leaves = _leaves(options, updates, state, keeps)
-        if not leaves:  # such as a part of a partition that has none
+        if not leaves:  # such as an empty part of a partition
             return updates, state._replace(step=state.step + 1)
         tree = jax.tree.structure(updates)
         matrices = planned(tree, leaves, state.q)
@@ -250,33 +273,32 @@ def power_sgd(
 
 
 def _factors(options: Options, bits: int) -> Config:
-    """Return how P and Q are sent."""
+    """Return the Config with which P and Q are sent."""
     return options.config.with_own(**low_rank.FACTORS[bits], error_feedback=None)
 
 
 def _check_whole(path: Any, leaf: Any, axes: Any) -> None:
-    """Refuse a leaf that is split over axes of the mesh other than these."""
+    """Refuse a leaf that is split over other axes of the mesh."""
     other = compat.varying_axes(leaf) - frozenset(axes)
     if compat.types_are_checked() and other:
         raise ValueError(
-            f"{_CALLER}: updates{jax.tree_util.keystr(path)} varies over "
-            f"{sorted(other, key=str)}: its parameter is split over them, and only matrices "
-            "that are whole on each device can be factored. Have average_gradients average it, "
-            "by optax.partition"
+            f"{_CALLER}: updates{jax.tree_util.keystr(path)} varies over {sorted(other, key=str)}: "
+            "its parameter is split over them, and only matrices that are whole on each device "
+            "can be factored. Use average_gradients for it, by optax.partition"
         )
 
 
 def _matrix_of(shape: Sequence[int]) -> tuple[int, int]:
-    """Return the rows and columns of a leaf as a matrix: parted where their sum is least."""
+    """Return the rows and columns of a leaf as a matrix, split where their sum is smallest."""
     ways = [(math.prod(shape[:i]), math.prod(shape[i:])) for i in range(1, len(shape))]
     return min(ways, key=sum, default=(1, math.prod(shape)))
 
 
-# ---- 2. what is factored -------------------------------------------------------------------------
+# ---- 2. matrices ---------------------------------------------------------------------------------
 
 
 class _Leaf(NamedTuple):
-    """A gradient; how it is sent unless it is factored; its residual, decayed, if it has one."""
+    """A gradient, its Config unless it is factored, and its decayed residual, if it has one."""
 
     path: Any
     name: str
@@ -286,7 +308,7 @@ class _Leaf(NamedTuple):
 
 
 class _Matrix(NamedTuple):
-    """Leaves, one behind the other, as a matrix, and what its step begins with, (columns, rank)."""
+    """Leaves, concatenated as one matrix, and the Q with which its step starts, (columns, rank)."""
 
     name: str
     leaves: list[_Leaf]
@@ -295,11 +317,11 @@ class _Matrix(NamedTuple):
     q: jax.Array
 
     def drawn(self, key: jax.Array) -> "_Matrix":
-        """Return it with another q."""
+        """Return the matrix with a random Q."""
         return self._replace(q=jax.random.normal(key, self.q.shape, jnp.float32))
 
     def values(self) -> jax.Array:
-        """Return gradients and residuals; what the matrix has more is zero."""
+        """Return gradients plus residuals, padded with zeros."""
         flats = []
         for leaf in self.leaves:
             x = leaf.x.astype(jnp.float32)
@@ -309,7 +331,7 @@ class _Matrix(NamedTuple):
         return jnp.pad(flat, (0, rest)).reshape(self.rows, self.columns)
 
     def pieces(self, values: jax.Array) -> list[jax.Array]:
-        """Return what belongs to each leaf."""
+        """Split values of the matrix's shape into one array for each leaf."""
         ends = list(itertools.accumulate(leaf.x.size for leaf in self.leaves))
         flats = jnp.split(values.ravel(), ends)[: len(ends)]
         return [flat.reshape(leaf.x.shape) for flat, leaf in zip(flats, self.leaves, strict=True)]
@@ -330,7 +352,9 @@ def _leaves(
         )
         leaves.append(_Leaf(path, name_of_leaf(path), x, config, residual))
     if len({leaf.name for leaf in leaves}) < len(leaves):
-        raise ValueError(f"{_CALLER}: two leaves have one path: {[leaf.name for leaf in leaves]}")
+        raise ValueError(
+            f"{_CALLER}: two leaves have the same path: {[leaf.name for leaf in leaves]}"
+        )
     return leaves
 
 
@@ -340,7 +364,7 @@ def _leaves(
 def _step(
     leaves: list[_Leaf], matrices: list[_Matrix], how: Config, averaged: Any
 ) -> tuple[list[Any], list[Any], list[Any]]:
-    """Return each leaf's average, what each matrix begins the next step with, and residuals."""
+    """Return each leaf's average, the next Q of each matrix, and the residuals."""
     factored = {leaf.name for matrix in matrices for leaf in matrix.leaves}
     others = {leaf.name: leaf for leaf in leaves if leaf.name not in factored}
     configs = {matrix.name: how for matrix in matrices}
@@ -350,7 +374,7 @@ def _step(
     message |= {name: leaf.x.astype(jnp.float32) for name, leaf in others.items()}
     residuals: Any = None
     if any(leaf.residual is not None for leaf in others.values()):
-        # Residuals for P and exact leaves too: leaves without need another message.
+        # P and exact leaves get zero residuals: leaves without residuals need another message.
         residuals = {name: jnp.zeros_like(message[name]) for name in values}
         for name, leaf in others.items():
             zeros = jnp.zeros_like(message[name]) if leaf.config.bits == EXACT_BITS else None
@@ -377,7 +401,7 @@ def _step(
         for leaf, mean, rest in zip(matrix.leaves, average, matrix.pieces(left), strict=True):
             means[leaf.name] = mean.astype(leaf.x.dtype)
             kept[leaf.name] = None if leaf.residual is None else rest
-        # A Q of zeros, or that is not finite, is useless: the next step begins as this one did.
+        # If Q is zero or not finite, the next step starts from this step's Q again.
         qs.append(jnp.where(finite & (q != 0).any(), q, bases[name]))
     return [means[leaf.name] for leaf in leaves], qs, [kept[leaf.name] for leaf in leaves]
 
@@ -386,7 +410,7 @@ def _step(
 
 
 def _orthogonalized(matrix: Any) -> jax.Array:
-    """Return orthonormal columns that span those of a matrix; any, where these are dependent."""
+    """Return orthonormal columns with the same span; arbitrary ones where columns are dependent."""
     return jnp.linalg.qr(matrix)[0]
 
 

@@ -1,4 +1,4 @@
-"""signum: SGD by the majority's signs of the devices' momenta, one bit an element.
+"""signum: SGD by majority vote over the signs of the devices' momenta, one bit per element.
 
 The arithmetic is that of cgx_ops.torch.optim.
 
@@ -34,11 +34,20 @@ if TYPE_CHECKING:
 
 @per_device("momentum")
 class SignumState(NamedTuple):
-    """The state of signum between steps.
+    """The state of `signum` between steps.
 
     Attributes:
-        step: int32 scalar: the steps done, equal on all devices.
-        momentum: each device's own, float32, with an axis of the devices in front, as residuals.
+        step: Number of steps done, an int32 scalar, equal on all devices.
+        momentum: Each device's own momentum, float32, with an axis over the devices in front, as
+            the residual of `AverageGradientsState`.
+
+    Example:
+        >>> import jax
+        >>> from cgx_ops.jax import signum
+        >>> mesh = jax.make_mesh((1,), ("data",))
+        >>> state = signum("data", 1e-4, mesh=mesh).init(jax.numpy.ones((3, 4)))[0]
+        >>> state.momentum.shape
+        (1, 3, 4)
     """
 
     step: jax.Array
@@ -57,31 +66,46 @@ def signum(
     carrier: Carrier = "native",
     mesh: Mesh | None = None,
 ) -> "optax.GradientTransformation":
-    """Return SigNUM with majority vote as an optax optimizer: every device votes with signs.
+    """Create SigNUM with majority vote as an optax optimizer: every device votes by signs.
 
-    Used as `one_bit_adam` is. One bit an element goes each way (16 where several processes have
-    several devices of a group each), and all elements step by the learning rate, to where most
-    devices' momenta point. A vote has no zero: where as many devices
-    vote + as -, and where a momentum is 0, it counts as + in even steps and as - in odd ones, so
-    that votes do not drift (the paper's sign(0) is 0; on average this is, too).
+    Use it like `one_bit_adam`. Each device sends the signs of its own momentum, and every element
+    moves by the learning rate in the direction of the majority. One bit per element is sent each
+    way; 16 bits if several processes have several devices of a group each.
+
+    A vote has no zero. Ties, and momenta of 0, count as + in even steps and as - in odd steps, so
+    that votes do not drift. (In the paper sign(0) is 0, as here on average.)
 
     Args:
-        axis_name: name of a mesh axis, or a tuple of names.
-        learning_rate: a number, or an optax schedule.
-        momentum: at least 0 (signSGD) and less than 1.
-        weight_decay: at least 0.
-        config: as of `psum_q`, of compressor "sign"; None: Config(compressor="sign"). All leaves
-          vote, so there are no rules.
-        name: of the collective, as of `psum_q`.
-        fuse: as of `psum_q`.
-        carrier: as of `psum_q`.
-        mesh: of the shard_map, as of `average_gradients`.
+        axis_name: Name of a mesh axis, or a tuple of names.
+        learning_rate: A number or an optax schedule.
+        momentum: At least 0 (signSGD) and less than 1. Default 0.9.
+        weight_decay: Decoupled weight decay, at least 0. Default 0.
+        config: How votes are sent. None (default) means `Config(compressor="sign")`, and the
+            compressor must be "sign". All leaves vote, so there are no rules.
+        name: Identifies the collective across processes, as in `psum_q`.
+        fuse: How leaves share messages, as in `psum_q`.
+        carrier: "native" (default) or "xla", as in `psum_q`.
+        mesh: The mesh of the `shard_map`, as in `average_gradients`.
 
     Returns:
-        An optax.GradientTransformation, the first of whose states is a `SignumState`.
+        An `optax.GradientTransformation`. The first element of its state is a `SignumState`.
 
     Raises:
-        ImportError, ValueError, NameError, TypeError, JaxRuntimeError: as `one_bit_adam`.
+        ImportError: optax is not installed.
+        ValueError: An argument is out of range. In `init`: no mesh is known. In `update`: the
+            gradients are equal on all devices already, or do not fit the state.
+        TypeError: A leaf or static argument has the wrong type, as in `psum_q`.
+        NameError: In `update`, an axis name is not bound by a `shard_map` around the call.
+        NotImplementedError: The axes or the platform are not supported, as in `psum_q`.
+        jax.errors.JaxRuntimeError: At run time, a peer failed, as in `psum_q`.
+
+    Example:
+        >>> import jax
+        >>> from cgx_ops.jax import signum, state_specs
+        >>> mesh = jax.make_mesh((1,), ("data",))
+        >>> optimizer = signum("data", 1e-4, mesh=mesh)
+        >>> state_specs(optimizer, jax.numpy.ones((3, 4)), "data")[0].momentum
+        P('data',)
     """
     caller = "signum"
     optax = import_optax(caller)
@@ -90,7 +114,7 @@ def signum(
     options = checked_options(caller, config, {}, name=name, fuse=fuse, carrier=carrier)
     if not is_vote(options.config):
         raise ValueError(
-            f"{caller}: config is {config!r}; give Config(compressor='sign'), without bits"
+            f"{caller}: config is {config!r}; it must be Config(compressor='sign'), without bits"
         )
 
     def init(params: Any) -> SignumState:
