@@ -1,6 +1,7 @@
-"""Outer loops: DiLoCo and SparseLoCo.
+"""Outer loops for slow links: DiLoCo and SparseLoCo.
 
-loop.py: both; fragments.py: which parameters a fragment has; ranks.py: the same start on all ranks.
+Ranks train independently and average their progress every few steps, compressed and in the
+background.
 """
 
 from cgx_ops.torch.diloco.loop import DiLoCo, sparse_loco

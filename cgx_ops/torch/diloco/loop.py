@@ -1,23 +1,13 @@
-"""DiLoCo: ranks train by themselves, and average what they have learnt every so many steps.
+"""DiLoCo: ranks train independently, and average their progress every `sync_every` steps.
 
-    from cgx_ops.torch.diloco import DiLoCo
-    diloco = DiLoCo(model, sync_every=30, config=cgx_ops.Config(bits=4))
-    for batch in batches:
-        loss(model, batch).backward()
-        optimizer.step()                  # each rank's own: no DistributedDataParallel
-        diloco.step()
-
-After a step in which a fragment of the parameters is due:
-
-  1. send: the differences of its parameters from the outer parameters, with their residuals, are
-     averaged, compressed, in the background
-  2. apply, some steps later: an outer optimizer steps the outer parameters by the average; the
-     parameters become these, or a mixture of both
+When a fragment of the parameters is due, its differences from the outer parameters are averaged,
+compressed, in the background. Some steps later an outer optimizer updates the outer parameters with
+the average, and the parameters are set to the outer parameters or mixed with them. Guide:
+docs/guides/diloco.md.
 
 Douillard et al.: DiLoCo: Distributed Low-Communication Training of Language Models, 2023; Streaming
 DiLoCo with overlapping communication, 2025. Stich: Local SGD Converges Fast and Communicates
 Little, ICLR 2019. Sarfi et al.: Communication Efficient LLM Pre-training with SparseLoCo, 2025.
-ranks.py: the same start on all ranks; fragments.py: the parameters of a fragment. docs/guides/diloco.md.
 """
 
 import contextlib
@@ -48,14 +38,14 @@ _KEPT = ("steps", "applied", "mean_over", "outer", "exchange")
 
 @dataclass
 class Outer:
-    """What a checkpoint has that is equal on all ranks.
+    """The part of a checkpoint that is equal on all ranks.
 
-    An object of its own, so that torch.distributed.checkpoint saves it whole, whatever is in it.
+    A class of its own, so that torch.distributed.checkpoint saves it as one object.
 
     Attributes:
-        parameters: the outer ones, by name.
-        optimizer: the outer one's state_dict().
-        flight: the fragment that was sent and not yet applied, and its means; or None.
+        parameters: the outer parameters, by name.
+        optimizer: the outer optimizer's state_dict().
+        flight: the fragment that was sent but not applied yet, and its means; or None.
     """
 
     parameters: dict[str, torch.Tensor]
@@ -69,21 +59,75 @@ torch.serialization.add_safe_globals([Outer])
 class DiLoCo:
     """An outer loop over the parameters of a model, on the ranks of a process group.
 
-    Argument names are torchft's and torchtitan's. A rank takes the memory of the outer
-    parameters (float32), of the outer optimizer's state and, with error feedback, of the residuals,
-    beside the model.
+    Each rank trains its own model with its own optimizer, without DistributedDataParallel, and
+    calls `step` after each optimizer step. Argument names follow torchft and torchtitan. Besides
+    the model, a rank stores the outer parameters (float32), the outer optimizer's state and, with
+    error feedback, the residuals.
+
+    The constructor is collective: all ranks start with the parameters of the first rank.
+
+    Args:
+        model: this rank's model, not in DistributedDataParallel. Parameters that do not require
+            gradients, and buffers, are not averaged.
+        outer_optimizer: updates the outer parameters; its gradient is the average of outer
+            parameter - parameter. Pass an optimizer over the model's parameters, as in torchft
+            (they are replaced by the outer ones), or a function that makes one from a list of outer
+            parameters. None: torch.optim.SGD with lr=0.7, momentum=0.9, nesterov=True.
+        sync_every: number of steps between two averages of a parameter; usually 1 to 500.
+        fragments: parts of the model that are averaged in turn, one every sync_every / fragments
+            steps. An int n: each fragment has every n-th layer. Modules: one fragment for each.
+        fragment_sync_delay: number of steps between sending a fragment and applying its average;
+            less than sync_every / fragments.
+        fragment_update_alpha: weight of the rank's own parameter when an average is applied, from 0
+            (replace it) to 1.
+        config: settings of the messages. None: `Config(error_feedback=True)`, which is 4 bits.
+        rules: settings of parameters by name.
+        seed: seed of random rounding, 0 or more.
+        mean_over: "ranks" averages each value over all ranks. "senders" averages it over the ranks
+            that sent it (SparseLoCo), and requires compressor="topk" with error feedback.
+        process_group: the ranks that average. None: the default group.
+        carrier: "native" sends by cgx_ops' own transports, over a group of any backend. "c10d"
+            sends CPU tensors by torch's gloo collectives. Both give the same bits.
+        backup_device: device of the outer parameters and the outer optimizer's state. None: that of
+            the parameters. "cpu" saves GPU memory.
+        pin_memory: whether outer parameters on the CPU use pinned memory if the model is on a GPU.
+        **keywords: `bits`, `bucket_size`, `compressor` or `rounding`; each overrides that field of
+            `config`.
 
     Attributes:
         schedule: when fragments are sent and applied.
-        fragments: the places of each fragment's parameters.
-        names: of the parameters.
-        parameters: those of the model that require gradients.
-        outer_parameters: what they were when they were applied last, float32, equal on all ranks.
-        outer_optimizer: steps the outer parameters.
-        exchange: how differences travel, and what was lost of them.
-        mean_over: whose mean it is.
-        steps: inner steps so far.
-        applied: fragments that were applied so far.
+        fragments: indices of each fragment's parameters.
+        names: names of the parameters.
+        parameters: parameters of the model that require gradients.
+        outer_parameters: their last applied values, float32, equal on all ranks.
+        outer_optimizer: the optimizer of the outer parameters.
+        exchange: settings and residuals of the messages.
+        mean_over: as the argument.
+        steps: number of inner steps so far.
+        applied: number of applied fragments so far.
+
+    Raises:
+        InvalidArgument: an argument is out of range, or arguments or parameters differ between
+            ranks (every rank raises it; the text names both values).
+        TypeError: a parameter is complex, sparse or float64.
+        RuntimeError: a peer is late or lost.
+
+    Example:
+        >>> import torch
+        >>> import torch.distributed as dist
+        >>> from cgx_ops.torch.diloco import DiLoCo
+        >>> dist.init_process_group("cgx", store=dist.HashStore(), rank=0, world_size=1)
+        >>> model = torch.nn.Linear(64, 1)  # without DistributedDataParallel
+        >>> optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        >>> diloco = DiLoCo(model, sync_every=10, bits=4)
+        >>> for _ in range(20):
+        ...     model(torch.randn(8, 64)).square().mean().backward()
+        ...     optimizer.step()
+        ...     optimizer.zero_grad()
+        ...     diloco.step()
+        >>> diloco.applied
+        2
+        >>> dist.destroy_process_group()
     """
 
     def __init__(
@@ -105,41 +149,6 @@ class DiLoCo:
         pin_memory: bool = True,
         **keywords: Unpack[Keywords],
     ) -> None:
-        """Make all ranks begin with the parameters of the first one. Collective.
-
-        Args:
-            model: one rank's; not in DistributedDataParallel, whose gradients are averaged. What
-                requires no gradient, and buffers, stay each rank's own.
-            outer_optimizer: gets the average of outer parameter - parameter as the gradient. One
-                made over the model's parameters, as torchft takes it, which from now on has the
-                outer ones in place of them; or what makes one from these; None: torch.optim.SGD
-                with lr=0.7, momentum=0.9, nesterov=True.
-            sync_every: steps from one synchronisation of a parameter to the next. 1 to 500 are in
-                use.
-            fragments: parts of the model that take turns, one every sync_every / fragments steps:
-                how many, each of every fragments-th layer; or which modules they are.
-            fragment_sync_delay: steps from sending a fragment to applying it, less than that.
-            fragment_update_alpha: how much of a parameter stays the rank's own when its average is
-                applied, from 0 to 1.
-            config: how differences travel; None: Config(error_feedback=True), 4 bits.
-            rules: settings of parameters by name.
-            seed: of the noise.
-            mean_over: "ranks": the mean over all. "senders": of each value over those that sent it
-                (SparseLoCo), which takes compressor="topk" and error feedback.
-            process_group: whose ranks average; None: the default group.
-            carrier: who moves the bytes, as of cgx_ops.torch.ddp.QuantizedAllreduceState.
-            backup_device: where outer parameters and the outer optimizer's state lie; None: with
-                the parameters. "cpu" frees a GPU's memory.
-            pin_memory: whether outer parameters on the CPU of a model on a GPU lie in pinned
-                memory.
-            **keywords: bits, bucket_size, compressor and rounding, which replace those of config.
-
-        Raises:
-            InvalidArgument (a ValueError): an argument is out of its range, or ranks differ in it,
-                or in parameters (on every rank, which names both sides).
-            TypeError: a parameter is complex, sparse or of float64.
-            RuntimeError: a peer is late or gone.
-        """
         config = config_of(config or Config(error_feedback=True), **keywords)
         count = fragments if isinstance(fragments, SupportsIndex) else len(fragments)
         self.schedule = Schedule(sync_every, count, fragment_sync_delay, fragment_update_alpha)
@@ -152,9 +161,12 @@ class DiLoCo:
         else:
             self.fragments = of_modules(CALLER, fragments, named)
         if mean_over not in ("ranks", "senders"):
-            raise InvalidArgument(f"{CALLER}: mean_over is {mean_over!r}; 'ranks' or 'senders'")
+            raise InvalidArgument(
+                f"{CALLER}: mean_over is {mean_over!r}; it must be 'ranks' or 'senders'"
+            )
         self.mean_over = mean_over
-        if mean_over == "senders":  # where others send values on, a rank does not know what it sent
+        # With other algorithms a rank cannot see which of its values were sent on.
+        if mean_over == "senders":
             config = replace(config, algorithm="one_shot")
         self.exchange = Exchange(CALLER, process_group, config, carrier, rules, seed)
         self.exchange.warn_of_unmatched(self.names)
@@ -172,15 +184,15 @@ class DiLoCo:
 
     @full_precision()
     def step(self) -> None:
-        """Count an inner step, and send and apply what is due after it.
+        """Count an inner step, and send or apply the fragments that are due.
 
-        All ranks call it after each step of their own. It waits where a fragment is applied, for
-        what is left of its exchange; never longer than the group's timeout.
+        Call it on all ranks after each inner step. It waits only where a fragment is applied, for
+        the rest of its exchange, and at most for the group's timeout.
 
         Raises:
-            RuntimeError: a synchronisation has failed, since a peer is late or gone, or differs.
-                Parameters, outer parameters and residuals are as they were before it: go on with
-                regroup(), or train on, where the group still serves.
+            RuntimeError: an average failed, because a peer is late, lost or has other arguments.
+                Parameters, outer parameters and residuals are unchanged. Continue with `regroup`,
+                or train on if the group still works.
         """
         self.steps += 1
         sent = self.schedule.sent_after(self.steps)
@@ -196,29 +208,32 @@ class DiLoCo:
 
     @contextlib.contextmanager
     def after(self, inner_optimizer: Optimizer) -> Iterator[None]:
-        """Call step() after every step of an optimizer, within the block.
+        """Call step() after every step of an optimizer within the block.
 
-        A step that a torch.amp.GradScaler skips, because this rank's gradients overflow, counts,
-        too: all ranks synchronise after the same iteration.
+        Steps that a torch.amp.GradScaler skips, because this rank's gradients overflow, count, too.
+        So all ranks synchronize after the same iteration.
+
+        Args:
+            inner_optimizer: the optimizer of this rank.
         """
         with after_every_step(inner_optimizer, self.step):
             yield
 
     def _send(self, fragment: int) -> Flight:
-        places = self.fragments[fragment]
-        pairs = [(self.outer_parameters[i], self.parameters[i]) for i in places]
+        members = self.fragments[fragment]
+        pairs = [(self.outer_parameters[i], self.parameters[i]) for i in members]
         deltas = [a.to(p.device, non_blocking=True) - p.to(torch.float32) for a, p in pairs]
-        names = [self.names[i] for i in places]
+        names = [self.names[i] for i in members]
         return self.exchange.start(names, deltas, of_senders=self.mean_over == "senders")
 
     def _apply(self, fragment: int, means: Sequence[torch.Tensor]) -> None:
-        places = self.fragments[fragment]
-        for i, mean in zip(places, means, strict=True):
+        members = self.fragments[fragment]
+        for i, mean in zip(members, means, strict=True):
             self.outer_parameters[i].grad = mean.to(self.outer_parameters[i].device)
-        with torch.enable_grad():  # some optimizers differentiate
+        with torch.enable_grad():  # some optimizers need gradients
             self.outer_optimizer.step()
         alpha = self.schedule.fragment_update_alpha
-        for i in places:
+        for i in members:
             parameter, outer = self.parameters[i], self.outer_parameters[i]
             outer.grad = None
             new = outer.to(parameter.device, non_blocking=True)
@@ -230,41 +245,45 @@ class DiLoCo:
     # ---- 2. ranks that come and go ---------------------------------------------------------------
 
     def regroup(self, process_group: dist.ProcessGroup | None = None) -> None:
-        """Go on with the ranks of another group: after some are lost, or with new ones. Collective.
+        """Continue with the ranks of another group, after some were lost or joined. Collective.
 
-        Newcomers make a DiLoCo over the group where the others call this. Whoever has applied the
-        most has the outer parameters, the outer optimizer's state and the count of steps of all,
-        exactly; who lacks some of that begins again from these. Residuals stay with those who have
-        them: they are part of the next averages. A fragment under way is given up.
+        New ranks construct a DiLoCo over the group while the others call this. The rank that has
+        applied the most fragments provides the outer parameters, the outer optimizer's state and
+        the step count. Ranks that have applied fewer restart from these. Residuals stay on their
+        ranks and are part of the next averages. A pending fragment is discarded.
 
         Args:
-            process_group: the new one; None: the default group.
+            process_group: the new group. None: the default group.
 
         Raises:
-            As DiLoCo().
+            InvalidArgument: arguments or parameters differ between ranks.
+            RuntimeError: a peer is late or lost.
         """
         self._flight = None
         self.exchange.process_group = process_group
         self.exchange.connect()
-        self.exchange.residuals.owner = None  # a rank's number may be another one now
+        self.exchange.residuals.owner = None  # this rank's number may have changed
         self.exchange.residuals.claim(*self.exchange.place)
         synchronize(self, is_new=False)
 
     @full_precision()
     def restart(self) -> None:
-        """Have the parameters begin again from the outer ones, equal on all ranks."""
+        """Set the parameters to the outer parameters, which are equal on all ranks."""
         for parameter, outer in zip(self.parameters, self.outer_parameters, strict=True):
             parameter.copy_(outer)
 
     # ---- 3. checkpoints --------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what is saved beside the model and the inner optimizer, each rank's own.
+        """Return the state for a checkpoint, besides model and inner optimizer.
 
-        What is under way is waited for, and saved.
+        Each rank saves its own. The call waits for a pending fragment and saves its average.
+
+        Returns:
+            The state by name.
 
         Raises:
-            RuntimeError: it has failed; as step().
+            RuntimeError: the pending average failed; see `step`.
         """
         flight = None
         if self._flight is not None:
@@ -276,20 +295,24 @@ class DiLoCo:
         return {**counts, "outer": outer, "exchange": self.exchange.saved()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue, in place, where the one was that state_dict() was called of.
+        """Restore the outer loop in place from what `state_dict` returned.
 
-        Parameters are those of the model's own checkpoint: each rank's, to go on as if nothing had
-        been; or restart() has them begin from the outer ones.
+        Restore the model's parameters from the model's own checkpoint, or call `restart` to set
+        them to the outer parameters.
+
+        Args:
+            state_dict: what `state_dict` returned on this rank.
 
         Raises:
-            InvalidArgument: this is not the state_dict() of a DiLoCo, or another model's, or of
-                another mean_over, or lacks this rank's residuals.
+            InvalidArgument: this is not the state_dict of a DiLoCo, it belongs to another model or
+                another mean_over, or it lacks this rank's residuals.
         """
         require_keys(CALLER, state_dict, _KEPT)
-        if state_dict["mean_over"] != self.mean_over:  # the exchange has a config for one of them
+        if state_dict["mean_over"] != self.mean_over:  # the exchange's config depends on it
             raise InvalidArgument(
-                f"{CALLER}.load_state_dict: mean_over is {state_dict['mean_over']!r} there and "
-                f"{self.mean_over!r} here: give {CALLER}() what it was given there"
+                f"{CALLER}.load_state_dict: mean_over is {state_dict['mean_over']!r} in the "
+                f"checkpoint and {self.mean_over!r} here: create the {CALLER} with the "
+                "checkpoint's arguments"
             )
         outer: Outer = state_dict["outer"]
         saved = outer.parameters
@@ -302,7 +325,7 @@ class DiLoCo:
             name = min(shapes.items() ^ own.items())[0]
             raise InvalidArgument(
                 f"{CALLER}.load_state_dict: the outer parameters are another model's: "
-                f"{name!r} has shape {shapes.get(name)} there and {own.get(name)} here"
+                f"{name!r} has shape {shapes.get(name)} in the checkpoint and {own.get(name)} here"
             )
         self.exchange.load_state_dict(state_dict["exchange"])
         with full_precision():
@@ -316,9 +339,13 @@ class DiLoCo:
             self._flight = fragment, Flight([mean.clone() for mean in means])
 
     def consolidate(self) -> None:
-        """Make what was lost its mean over the ranks, so that any number of ranks loads it.
+        """Replace residuals by their mean over the ranks. Collective.
 
-        Collective. As of cgx_ops.torch.ddp.QuantizedAllreduceState.
+        A checkpoint that is saved afterwards can be loaded on any number of ranks.
+
+        Raises:
+            InvalidArgument: ranks have residuals of different parameters.
+            RuntimeError: the pending average failed; see `step`.
         """
         if self._flight is not None:
             with _failing(self._flight[0]):
@@ -332,17 +359,39 @@ class DiLoCo:
 def sparse_loco(
     model: nn.Module, *, sync_every: int, density: float = 1 / 64, **more: Any
 ) -> DiLoCo:
-    """Return SparseLoCo: the largest values of chunks of 4096, feedback in place of momentum.
+    """Create a DiLoCo with the settings of SparseLoCo: top-k messages with error feedback.
 
-    Each rank sends a share `density` of what it owes, values in 2 bits, and keeps 0.95 of the rest;
-    the outer optimizer is plain SGD of rate 1 over the mean of those that sent a value (Sarfi et
-    al., 2025; the outer rate and the decay are Covenant-72B's).
+    Each rank sends the largest values of each chunk of 4096, in 2 bits, and keeps 0.95 of the rest
+    as residuals. The outer optimizer is SGD with lr=1 and without momentum, applied to the mean
+    over the ranks that sent a value (Sarfi et al., 2025). The outer rate and the decay are those of
+    Covenant-72B.
 
     Args:
-        model: as of DiLoCo().
-        sync_every: so.
-        density: of what is sent.
-        **more: every other argument of DiLoCo() but config and mean_over.
+        model: as for `DiLoCo`.
+        sync_every: as for `DiLoCo`.
+        density: share of the values that are sent.
+        **more: other arguments of `DiLoCo`, except config and mean_over.
+
+    Returns:
+        The outer loop.
+
+    Raises:
+        InvalidArgument: as for `DiLoCo`.
+        TypeError: a parameter is complex, sparse or float64.
+        RuntimeError: a peer is late or lost.
+
+    Example:
+        >>> import torch
+        >>> import torch.distributed as dist
+        >>> from cgx_ops.torch.diloco import sparse_loco
+        >>> dist.init_process_group("cgx", store=dist.HashStore(), rank=0, world_size=1)
+        >>> model = torch.nn.Linear(64, 64)  # without DistributedDataParallel
+        >>> outer = sparse_loco(model, sync_every=30, density=1 / 64)
+        >>> for _ in range(30):  # with an optimizer step before each
+        ...     outer.step()
+        >>> outer.applied
+        1
+        >>> dist.destroy_process_group()
     """
     config = Config(
         compressor="topk", density=density, bucket_size=4096, value_bits=2, error_feedback=True,
@@ -354,15 +403,15 @@ def sparse_loco(
 
 @contextlib.contextmanager
 def _failing(fragment: int) -> Iterator[None]:
-    """Say of a failed synchronisation what it leaves."""
+    """Add to the error of a failed average what state it leaves, and the remedy."""
     try:
         yield
-    except (InvalidArgument, Unsupported):  # of the call, not of the ranks
+    except (InvalidArgument, Unsupported):  # errors of the call, not of the ranks
         raise
     except RuntimeError as error:
         raise RuntimeError(
-            f"{CALLER}: fragment {fragment} was not averaged; parameters, outer parameters and "
-            f"residuals are as they were. Go on with the ranks that are left by regroup(): {error}"
+            f"{CALLER}: fragment {fragment} was not averaged. Parameters, outer parameters and "
+            f"residuals are unchanged; continue with the other ranks by regroup(): {error}"
         ) from error
 
 
@@ -385,9 +434,9 @@ def _outer(
     known = {p for group in given.param_groups for p in group["params"] if p.requires_grad}
     if known != set(parameters) or given.state:
         raise InvalidArgument(
-            f"{CALLER}: outer_optimizer must be new, over all parameters of the model: "
-            "torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True); or give "
-            "what makes it: lambda params: torch.optim.SGD(params, lr=0.7)"
+            f"{CALLER}: outer_optimizer must be new and have all parameters of the model: "
+            "torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True); or pass a "
+            "function: lambda params: torch.optim.SGD(params, lr=0.7)"
         )
     for group in given.param_groups:
         group["params"] = [outer_of[p] for p in group["params"] if p.requires_grad]

@@ -1,8 +1,8 @@
-"""The ranks of an outer loop (loop.py): what they have in common when they start or regroup.
+"""Synchronize the ranks of an outer loop when they start or regroup.
 
-1. settings and parameters are the same on all ranks, or all ranks get an error
-2. one rank's outer parameters, outer optimizer's state and count of steps become those of all,
-   exactly; so does the highest number of exchanges, from which their random choices follow
+1. compare settings and parameters across ranks; all ranks raise if they differ
+2. copy one rank's outer parameters, outer optimizer state and step count to all ranks, and the
+   highest count of exchanges, which determines their noise
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ CALLER = "DiLoCo"
 
 
 class OuterLoop(Protocol):
-    """What ranks compare and exchange of a DiLoCo."""
+    """The attributes of a DiLoCo that ranks compare and exchange."""
 
     schedule: Schedule
     fragments: list[list[int]]
@@ -38,22 +38,22 @@ class OuterLoop(Protocol):
     applied: int
 
     def restart(self) -> None:
-        """Have the parameters begin again from the outer parameters."""
+        """Set the parameters to the outer parameters."""
 
 
 def synchronize(loop: OuterLoop, *, is_new: bool) -> None:
-    """Have all ranks continue from the same state. Collective over the loop's group.
+    """Make all ranks continue from the same state. Collective over the loop's group.
 
     Args:
         loop: this rank's.
-        is_new: whether it has just been made: then it takes what the others have. Where all are
-            new, the first rank's parameters are the outer parameters.
+        is_new: whether it was just created; it then takes the state of the others. If all are new,
+            the first rank's parameters become the outer parameters.
 
     Raises:
-        InvalidArgument: ranks differ (on every rank).
+        InvalidArgument: settings or parameters differ between ranks; every rank raises it.
     """
     group = loop.exchange.group
-    remedy = "Give all ranks the same"
+    remedy = "Use the same arguments on all ranks"
     require_same(CALLER, _shared(loop), gather_over(group), remedy, error=InvalidArgument)
     mine = (-1 if is_new else loop.applied, loop.steps, loop.exchange.steps)
     everyones: list[Any] = [None] * group.size()
@@ -67,24 +67,24 @@ def synchronize(loop: OuterLoop, *, is_new: bool) -> None:
             loop.outer_optimizer.load_state_dict(state[0])
     with full_precision(), process_group.uncompressed():
         for parameter, outer in zip(loop.parameters, loop.outer_parameters, strict=True):
-            # What is broadcast goes by memory, whose order may be another one elsewhere.
+            # A broadcast follows the memory order, which may differ between ranks.
             values = outer.detach().to(parameter.device).contiguous()
             dist.broadcast(values, dist.get_global_rank(group, source), group)
             outer.copy_(values)
     if mine[0] < applied or is_new:
-        loop.exchange.residuals.tensors.clear()  # of averages that are not its own
+        loop.exchange.residuals.tensors.clear()  # they belong to averages of other ranks
         loop.restart()
     loop.applied, loop.steps = max(applied, 0), steps
     loop.exchange.steps = max(exchanges for *_, exchanges in everyones)
 
 
 def _shared(loop: OuterLoop) -> dict[str, object]:
-    """Return what must be the same on all ranks."""
+    """Return the settings that must be the same on all ranks."""
     schedule, exchange = loop.schedule, loop.exchange
     parameters = [
         f"{name} {str(p.dtype).removeprefix('torch.')}{list(p.shape)} in fragment {fragment}"
-        for fragment, places in enumerate(loop.fragments)
-        for name, p in ((loop.names[i], loop.parameters[i]) for i in places)
+        for fragment, members in enumerate(loop.fragments)
+        for name, p in ((loop.names[i], loop.parameters[i]) for i in members)
     ]
     return {
         "sync_every": schedule.sync_every,

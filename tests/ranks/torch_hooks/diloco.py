@@ -297,7 +297,7 @@ def fragments() -> None:
     ))  # fmt: skip
     fails(
         InvalidArgument,
-        "must be new, over all parameters",
+        "must be new and have all parameters",
         lambda: make(model, outer, sync_every=2),
     )
 
@@ -445,7 +445,7 @@ def bad_input() -> None:
     fails(InvalidArgument, "does not have: 'bias'", lambda: loop.load_state_dict(other))
     other = DiLoCo(network(), sync_every=4, config=TOPK).state_dict()
     sparse = sparse_loco(network(), sync_every=4)
-    fails(InvalidArgument, "'ranks' there and", lambda: sparse.load_state_dict(other))
+    fails(InvalidArgument, "'ranks' in the checkpoint and", lambda: sparse.load_state_dict(other))
     assert sparse.exchange.config.algorithm == "one_shot"
     loop.step()
     with mock.patch.object(loop.exchange, "average", side_effect=Unsupported("why")):
