@@ -247,9 +247,9 @@ def test_what_is_rewritten(
     assert (
         refusal is None
         if built
-        else refusal == ("tensors on cuda, which this build of cgx_ops does not serve")
+        else refusal == ("tensors on cuda, which this build of cgx_ops does not support")
     )
-    words = "tensors on cuda, which a group of another backend than 'cgx' does not serve"
+    words = "tensors on cuda, which a group of another backend than 'cgx' does not support"
     assert choice.refusal([fake(600)], "sum", "some group") == words
     several = [fake(600), fake(600, device="cuda:1")]
     assert choice.refusal(several, "sum", comm.name) == "tensors on several devices in one call"

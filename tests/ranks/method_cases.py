@@ -125,7 +125,7 @@ def bad_states(method: Method) -> None:
     train(model, range(2))
     other, name = ddp.QuantizedAllreduceState(), method.state.__name__
     fails(
-        InvalidArgument, f"{name}.load_state_dict: the names are",
+        InvalidArgument, f"{name}.load_state_dict: the keys are",
         lambda: state.load_state_dict(other.state_dict()),
     )  # fmt: skip
     loss = loss_of(model, batch(RANK, 2))

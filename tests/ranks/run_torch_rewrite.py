@@ -263,7 +263,7 @@ def choice(group: Group) -> None:
     ]
     for options, arguments, text in cases:
         with (
-            says("every all-reduce of 1 compiled graphs was left out", text),
+            says("no all-reduce of 1 compiled graphs matched", text),
             compress_collectives(NEAREST, **options) as rewrite,
         ):
             y = compiled(step)(x, **arguments)  # type: ignore[call-arg]
@@ -273,7 +273,7 @@ def choice(group: Group) -> None:
     with says(), compress_collectives(NEAREST, groups=[group], min_numel=2000) as rewrite:
         compiled(step)(x)
     assert rewrite.rewritten == 1
-    with says("a size that is not static"), compress_collectives(NEAREST):
+    with says("a dynamic size"), compress_collectives(NEAREST):
         torch._dynamo.reset()
         torch.compile(step, fullgraph=True, dynamic=True)(x)
 
@@ -292,7 +292,7 @@ def says_why(group: Group) -> None:
         call(x)
     model = DistributedDataParallel(torch.nn.Linear(64, 64), process_group=group)
     with (
-        says("none has an all-reduce", "optimize_ddp", "cgx_ops.torch.ddp"),
+        says("none with an all-reduce", "optimize_ddp", "cgx_ops.torch.ddp"),
         compress_collectives(NEAREST),
     ):
         torch.compile(lambda x: model(x * 2).sum())(torch.ones(2, 64)).backward()
@@ -332,7 +332,7 @@ def as_an_option_and_chained(group: Group) -> None:
         assert rewrite.rewritten == 1
     assert users.seen == 1 + takes_lists, "the user's pass comes first, and sees torch's all-reduce"
     outer, inner = (compress_collectives(NEAREST, min_numel=n) for n in (5000, 0))
-    with says("none has an all-reduce"), outer, inner:
+    with says("none with an all-reduce"), outer, inner:
         compiled(step)(torch.cat([x] * 3))
     assert (outer.rewritten, inner.rewritten) == (1, 0), "the outer block has taken it"
 

@@ -1,5 +1,4 @@
-"""All parts of torch that are not public: everything here may differ in the next release.
+"""All uses of torch's private interfaces, which may change with each release.
 
-Tested with torch 2.13 and 2.11. graphs.py: compiled graphs; parallel.py: process groups,
-DistributedDataParallel and FSDP2.
+Tested with torch 2.13 and 2.11.
 """

@@ -1,6 +1,6 @@
-"""The parts of torch that are not public: compiled graphs, their caches and inductor.
+"""Private interfaces of torch for compiled graphs, their caches and inductor.
 
-A part that a release lacks costs speed only, never a right result: see `graph/inductor.py`.
+If a torch release lacks one, only speed is lost, not correctness; see `graph/inductor.py`.
 """
 
 import hashlib
@@ -14,7 +14,7 @@ import torch
 import torch.compiler.config
 import torch.distributed as dist
 
-# Marks wait_tensor as an operator with a side effect, which is what keeps unused collectives.
+# Marks wait_tensor as an operator with a side effect, which keeps unused collectives.
 import torch.distributed._functional_collectives
 import torch.fx
 from torch._compile import _disable_dynamo
@@ -29,12 +29,12 @@ _Result = TypeVar("_Result")
 
 
 def keep_in_graphs(operator: Any) -> None:
-    """Keep `operator` in graphs even where its result is unused."""
+    """Keep `operator` in graphs even if its result is unused."""
     has_side_effect(operator)
 
 
 class _KeyTag(str):
-    """A text that, in a cache's key, is followed by this rank's place in its process groups."""
+    """A text that, in a cache's key, is followed by this rank's position in its process groups."""
 
     __slots__ = ()
 
@@ -43,11 +43,11 @@ class _KeyTag(str):
 
 
 def key_compile_caches(files: Iterable[Path]) -> None:
-    """Make torch.compile's caches on disk forget graphs that other versions of `files` made.
+    """Make torch.compile's disk caches ignore graphs that other versions of `files` made.
 
-    The caches identify an operator by its name only, not by its decomposition. A carried
-    operator decomposes into messages of this rank's own sizes, and ranks share a cache: the key
-    must tell them apart, too. Repeated calls have no effect.
+    The caches identify an operator only by its name, not by its decomposition. A carried operator
+    decomposes into messages whose sizes depend on the rank, and ranks may share a cache, so the key
+    also depends on the rank. Repeated calls have no effect.
     """
     config: Any = torch.compiler.config
     if isinstance(config.cache_key_tag, _KeyTag):
@@ -59,18 +59,19 @@ def key_compile_caches(files: Iterable[Path]) -> None:
 
 
 def lower_as_collective(operator: Any, kernel: Any) -> None:
-    """Make inductor treat a functional operator as it does its own collectives.
+    """Make inductor treat a functional operator like its own collectives.
 
-    That gives one order of all collectives on every rank, overlap with computation, and inputs
-    whose memory is left alone until `wait_tensor`.
+    All ranks then have one order of all collectives. Collectives overlap with computation, and
+    inductor does not reuse the memory of inputs before `wait_tensor`.
 
     Args:
-        operator: the overload in the graph; its first argument is the tensor that is reduced, or
-            the list of those that are.
+        operator: the overload in the graph. Its first argument is the tensor, or the list of
+            tensors, to reduce.
         kernel: the overload with the same arguments that the compiled code calls.
 
     Raises:
-        ImportError, AttributeError: this torch has no such lowering any more.
+        ImportError: this torch has no such lowering.
+        AttributeError: this torch has no such lowering.
     """
     from torch._inductor import ir, lowering
 
@@ -84,10 +85,10 @@ def lower_as_collective(operator: Any, kernel: Any) -> None:
 
 
 def compile_as_constants(*classes: type) -> None:
-    """Let compiled functions make objects of these classes, and use them as constants.
+    """Let compiled functions create objects of these classes and use them as constants.
 
-    Objects are compared with ==, and a function is compiled again for another value. Each class has
-    a method `__fx_repr__`. A release without such types has Dynamo trace the classes' own code.
+    Objects are compared with ==, and a function is recompiled for another value. Each class has a
+    method `__fx_repr__`. In a torch without such types, Dynamo traces the classes' own code.
     """
     try:
         from torch._library.opaque_object import MemberType, register_opaque_type
@@ -100,9 +101,9 @@ def compile_as_constants(*classes: type) -> None:
 
 
 def declare_graph_pass(kind: type) -> None:
-    """Have inductor take objects of `kind`, callable and with uuid(), for its graph passes.
+    """Let inductor use objects of `kind`, callable and with uuid(), as graph passes.
 
-    Passes without a uuid make it compile everything again.
+    With passes without a uuid, it recompiles everything.
     """
     from torch._inductor.custom_graph_pass import CustomGraphPass
 
@@ -124,7 +125,7 @@ def post_grad_pass(run: Callable[[torch.fx.Graph], None]) -> AbstractContextMana
 
 
 def _chain(passes: list[Any]) -> object:
-    """Return one pass that runs these, for a torch that takes no list of them."""
+    """Return one pass that runs several, for a torch that does not accept a list."""
     from torch._inductor.custom_graph_pass import CustomGraphPass
 
     class Chain(CustomGraphPass):
@@ -140,10 +141,10 @@ def _chain(passes: list[Any]) -> object:
 
 
 def sort_graph(graph: torch.fx.Graph) -> None:
-    """Have every node follow what it needs, and otherwise stay where it is.
+    """Sort a graph so that every node follows its inputs, and keep the order otherwise.
 
-    Inductor does so after custom passes alone, and its fusion of DDP's all-reduces, which comes
-    before them, leaves averages before the gradients that they are of.
+    Inductor sorts only after custom passes. Its earlier fusion of DDP's all-reduces leaves averages
+    before the gradients that they depend on.
     """
     from torch._inductor.pattern_matcher import stable_topological_sort
 
@@ -151,14 +152,14 @@ def sort_graph(graph: torch.fx.Graph) -> None:
 
 
 def compile_counters() -> Counter[str]:
-    """Return inductor's counters; what a compilation adds to them, a cached graph adds again."""
+    """Return inductor's counters; a cached graph adds what its compilation added."""
     from torch._dynamo.utils import counters
 
     return counters["inductor"]
 
 
 def trace(function: Callable[..., Any], values: list[torch.Tensor]) -> torch.fx.Graph:
-    """Return the graph of function(*values), whose values are fake tensors; it runs nothing."""
+    """Return the graph of function(*values) for fake tensors, without running it."""
     from torch.fx.experimental.proxy_tensor import make_fx
 
     with torch.no_grad():
@@ -166,19 +167,19 @@ def trace(function: Callable[..., Any], values: list[torch.Tensor]) -> torch.fx.
 
 
 def arguments(node: torch.fx.Node) -> list[Any]:
-    """Return what a node calls its operator with, in the order of the operator's schema."""
+    """Return the arguments of a node's operator, in the order of the operator's schema."""
     schema: Any = node.target._schema  # type: ignore[union-attr]
     rest = [a.name for a in schema.arguments[len(node.args) :]]
     return [*node.args, *(node.kwargs[name] for name in rest if name in node.kwargs)]
 
 
 def group_name(group: Any) -> str:
-    """Return the name of a process group; graphs hold the one or the other."""
+    """Return the name of a process group; graphs contain either names or groups."""
     return group.group_name if isinstance(group, dist.ProcessGroup) else str(group)
 
 
 def groups() -> list[tuple[str, tuple[int, int]]]:
-    """Return the name, own rank and size of each process group that this rank is in."""
+    """Return name, own rank and size of each process group of this rank."""
     if not dist.is_initialized():
         return []
     known = dist.distributed_c10d._world.pg_names.items()
@@ -186,12 +187,12 @@ def groups() -> list[tuple[str, tuple[int, int]]]:
 
 
 def not_compiled(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
-    """Do as torch.compiler.disable, but import torch._dynamo (a second) when it is called."""
+    """Like torch.compiler.disable, but import torch._dynamo (a second) only when called."""
     return _disable_dynamo(function)
 
 
 def optimize_ddp() -> object:
-    """Return how DistributedDataParallel and torch.compile meet: "python_reducer", or others."""
+    """Return how torch.compile handles DistributedDataParallel, for example "python_reducer"."""
     from torch._dynamo import config
 
     return config.optimize_ddp

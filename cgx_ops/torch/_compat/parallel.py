@@ -1,9 +1,4 @@
-"""The parts of torch that are not public: process groups, DistributedDataParallel and FSDP2.
-
-1. rendezvous, process groups and their stores
-2. FSDP2
-3. DistributedDataParallel
-"""
+"""Private interfaces of torch for process groups, DistributedDataParallel and FSDP2."""
 
 import datetime
 import functools
@@ -17,24 +12,23 @@ from torch._C._distributed_c10d import GradBucket as GradBucket
 from torch._C._distributed_c10d import PrefixStore as PrefixStore
 from torch._C._distributed_c10d import Store as Store
 
-# A handler of URLs: called with one, it yields a store, the rank and the number of ranks.
+# A handler that yields a store, the rank and the number of ranks for a URL.
 Rendezvous = Callable[..., Iterator[Any]]
 
 # ---- 1. process groups ---------------------------------------------------------------------------
 
 
 def wrap_env_rendezvous(wrap: Callable[[Rendezvous, Rendezvous], Rendezvous]) -> None:
-    """Replace torch's handler of "env://" by wrap(it, the handler of "tcp://")."""
+    """Replace torch's handler of "env://" by wrap(that handler, the handler of "tcp://")."""
     from torch.distributed.rendezvous import _rendezvous_handlers as handlers
 
     handlers["env"] = wrap(handlers["env"], handlers["tcp"])
 
 
 def allow_monitored_barrier(backend: str) -> None:
-    """Let `torch.distributed.monitored_barrier` serve a backend that has one.
+    """Let `torch.distributed.monitored_barrier` support a backend that implements it.
 
-    It refuses all but gloo by name. Everything but that check happens as torch has it. Call once
-    per process.
+    torch accepts only gloo, by name. The rest of the function is unchanged. Call once per process.
     """
     from torch.distributed import distributed_c10d as module
 
@@ -66,22 +60,22 @@ def allow_monitored_barrier(backend: str) -> None:
 
 
 def default_store() -> Store:
-    """Return the Store over which torch.distributed was initialised."""
+    """Return the Store with which torch.distributed was initialized."""
     return dist.distributed_c10d._get_default_store()
 
 
 def store_of(group: dist.ProcessGroup) -> Store | None:
-    """Return a group's own part of the Store; None: it was made without torch.distributed."""
+    """Return a group's own part of the Store; None if it was made without torch.distributed."""
     return dist.distributed_c10d._world.pg_map.get(group, (None, None))[1]
 
 
 def group_or_default(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """Return a process group; in place of None the default one, which must be initialised."""
+    """Return a process group; for None, the default one, which must be initialized."""
     return dist.distributed_c10d._get_default_group() if group is None else group
 
 
 def group_by_name(name: str) -> dist.ProcessGroup | None:
-    """Return the process group of this rank that has a name, or None."""
+    """Return this rank's process group with a name, or None."""
     for group, known in dist.distributed_c10d._world.pg_names.items():
         if known == name:
             return group
@@ -89,15 +83,15 @@ def group_by_name(name: str) -> dist.ProcessGroup | None:
 
 
 def backends_of(group: dist.ProcessGroup) -> str | None:
-    """Return a group's backends, by kind of device; None: it was made without torch.distributed.
+    """Return a group's backends by device type; None if it was made without torch.distributed.
 
-    dist.get_backend_config() raises for the latter.
+    dist.get_backend_config() raises in that case.
     """
     return dist.distributed_c10d._world.pg_backend_config.get(group)
 
 
 def group_timeout(group: dist.ProcessGroup) -> datetime.timedelta | None:
-    """Return how long a group's collectives may take; None if its backend does not say."""
+    """Return the timeout of a group's collectives; None if its backend has none."""
     backends = [group._get_backend(device) for device in group._device_types]
     options = [getattr(backend, "options", backend) for backend in backends]
     return getattr(options[0], "_timeout", None) if options else None
@@ -111,12 +105,13 @@ class ShardedParameter:
     """A parameter of a module that `fully_shard` wrapped.
 
     Attributes:
-        module: which holds it, and under which name.
-        shape: of the whole parameter (of this rank's part of a DTensor).
-        dim: which is divided among the ranks.
-        numel: elements in each rank's block, padding included.
+        module: the module that has the parameter.
+        name: its name in the module.
+        shape: of the whole parameter (for a DTensor, of this rank's part).
+        dim: the dimension that is divided among the ranks.
+        numel: number of elements in each rank's block, including padding.
         trainable: whether it gets a gradient.
-        plain: whether its shard is what is gathered; a tensor subclass may send something else.
+        plain: whether its shard itself is gathered; a tensor subclass may send something else.
     """
 
     module: torch.nn.Module
@@ -137,30 +132,30 @@ def fsdp_groups(module: Any) -> list[Any]:
 
 
 def fsdp_shard_group(group: Any) -> dist.ProcessGroup | None:
-    """Return the ranks that a group of parameters is sharded over; None: it is replicated only."""
+    """Return the ranks that a group of parameters is sharded over; None if only replicated."""
     return getattr(group.mesh_info, "shard_process_group", None)
 
 
 def fsdp_mesh_size(group: Any) -> int:
-    """Return how many ranks a group of parameters is sharded over or replicated on."""
+    """Return the number of ranks that a group of parameters is sharded over or replicated on."""
     return group.mesh_info.mesh.size()
 
 
 def fsdp_communications(group: Any) -> tuple[Any, Any]:
-    """Return what gathers a group's parameters, and what reduces their gradients."""
+    """Return the functions that gather a group's parameters and reduce their gradients."""
     return group._all_gather_comm, group._reduce_scatter_comm
 
 
 def fsdp_gathers_shards(group: Any) -> bool:
-    """Tell whether the next all-gather starts from the shards, or from parts of what it gathered.
+    """Return whether the next all-gather starts from the shards, not from parts of gathered values.
 
-    The latter is so in backward where reshard_after_forward is a number.
+    In backward it starts from gathered values if reshard_after_forward is a number.
     """
     return group.is_sharded
 
 
 def fsdp_parameters(group: Any) -> list[ShardedParameter]:
-    """Return a group's parameters in the order in which they lie in a block."""
+    """Return a group's parameters in the order of their positions in a block."""
     return [
         ShardedParameter(
             parameter._module_info.module,
@@ -176,7 +171,7 @@ def fsdp_parameters(group: Any) -> list[ShardedParameter]:
 
 
 def in_backward() -> bool:
-    """Tell whether autograd's engine is running this thread's code."""
+    """Return whether autograd's engine is running on this thread."""
     return torch._C._current_graph_task_id() != -1
 
 
@@ -184,35 +179,35 @@ def in_backward() -> bool:
 
 
 def uncompiled(module: Any) -> Any:
-    """Return the module that torch.compile(module) was given; any other as it is."""
+    """Return the module inside a torch.compile wrapper; any other module unchanged."""
     return getattr(module, "_orig_mod", module)
 
 
 def forward_pre_hooks(module: torch.nn.Module) -> dict[int, Any]:
-    """Return what is called before a module's forward, by numbers: the very dict."""
+    """Return a module's forward pre-hooks by number: the dict itself, not a copy."""
     return module._forward_pre_hooks
 
 
 def comm_hooks(wrapper: torch.nn.parallel.DistributedDataParallel) -> list[Any]:
-    """Return the communication hooks that somebody registered; a built-in one by its name."""
+    """Return the registered communication hooks; a built-in one as its name."""
     hooks = [hook for hook, _ in getattr(wrapper, "_comm_hooks", ())]
-    named = wrapper._get_ddp_logging_data().get("comm_hook")  # of a built-in one alone
+    named = wrapper._get_ddp_logging_data().get("comm_hook")  # only for a built-in hook
     return hooks or ([named] if named else [])
 
 
 def comm_hook_states(wrapper: torch.nn.parallel.DistributedDataParallel) -> list[Any]:
-    """Return the states of the communication hooks that somebody registered."""
+    """Return the states of the registered communication hooks."""
     return [state for _, state in getattr(wrapper, "_comm_hooks", ())]
 
 
 def renew_comm_hooks(
     wrapper: torch.nn.parallel.DistributedDataParallel, of: type
 ) -> list[tuple[Callable[..., Any], Any]]:
-    """Register those hooks of a copy whose states are `of` a type, and return them.
+    """Register a copy's hooks whose states have a type, and return them.
 
-    A copy lists hooks that its reducer, which is new, does not have.
+    A copy lists hooks that its new reducer does not have.
     """
-    if wrapper._get_ddp_logging_data().get("comm_hook"):  # this one has what it lists
+    if wrapper._get_ddp_logging_data().get("comm_hook"):  # its reducer has the listed hooks
         return []
     listed = getattr(wrapper, "_comm_hooks", [])
     lost = [(hook, state) for hook, state in listed if isinstance(state, of)]
@@ -224,22 +219,22 @@ def renew_comm_hooks(
 
 
 def steps_in_backward(wrapper: torch.nn.parallel.DistributedDataParallel) -> bool:
-    """Tell whether optimizers step as gradients come (_apply_optimizer_in_backward)."""
+    """Return whether optimizers step during backward (_apply_optimizer_in_backward)."""
     return any(hasattr(p, "_in_backward_optimizers") for p in parameters_of(wrapper))
 
 
 def has_mixed_precision(wrapper: torch.nn.parallel.DistributedDataParallel) -> bool:
-    """Tell whether it computes in another dtype than the parameters' (mixed_precision)."""
+    """Return whether a model computes in another dtype than its parameters'."""
     return getattr(wrapper, "mixed_precision", None) is not None
 
 
 def has_python_reducer(wrapper: torch.nn.parallel.DistributedDataParallel) -> bool:
-    """Tell whether gradients are reduced one by one in a compiled graph, without buckets."""
+    """Return whether a compiled graph reduces gradients one by one, without buckets."""
     return bool(getattr(wrapper, "_use_python_reducer", False))
 
 
 def parameters_of(
     wrapper: torch.nn.parallel.DistributedDataParallel,
 ) -> list[torch.nn.Parameter]:
-    """Return the parameters that it had when it was made."""
+    """Return the parameters that a model had when it was created."""
     return wrapper._module_parameters

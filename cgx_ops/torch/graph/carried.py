@@ -1,9 +1,9 @@
-"""The steps of an allreduce that torch's own collectives carry, for one process group.
+"""Allreduces by torch's own collectives, for one process group (carrier "c10d").
 
-It is for states of averages: each layer with its settings, seed and residual, in place, in the
-background, in the order in which they were started. The operators with `carrier="c10d"`
-(torch_ops/carried.cc) are for graphs: one Config for all tensors, which are copied. Neither can
-stand for the other; both call the same steps of the core.
+For averages with state: layers have separate settings, seeds and residuals, and collectives run in
+place, in the background, in the order of their start. The operators with carrier="c10d"
+(torch_ops/carried.cc) are for graphs, with one Config for all tensors, which are copied. Both use
+the same functions of the core.
 """
 
 import contextlib
@@ -23,17 +23,17 @@ from cgx_ops.errors import CgxError
 from cgx_ops.torch._compat import parallel
 from cgx_ops.torch.graph.work import DTYPES, Residuals, reason_of, set_residuals
 
-_FAILURE = "failure"  # key of the store: which rank failed first, and why
+_FAILURE = "failure"  # key in the store: the first rank that failed, and the reason
 
 
 class Carrier:
-    """Allreduces of CPU tensors over a group's ranks, one after the other on a thread of its own.
+    """Allreduces of CPU tensors over a group's ranks, executed in order on a separate thread.
 
-    The thread uses a gloo that nobody else does, so that its collectives cannot fall between the
-    caller's in another order on each rank. Every rank of `group` makes as many Carriers over it.
+    The thread has its own gloo group, so that its collectives cannot mix with the caller's. Every
+    rank of `group` creates the same number of Carriers over it.
 
-    A rank that fails disconnects: the order would no longer be the same on all ranks. The other
-    ranks then fail immediately, with the reason, which is in the store.
+    A rank that fails disconnects, because the order would no longer be the same on all ranks. The
+    other ranks then fail immediately with the reason, which is in the store.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -41,7 +41,7 @@ class Carrier:
         store = parallel.PrefixStore(
             f"cgx_ops/carrier/{group.group_name}", parallel.default_store()
         )
-        # Keys of their own for each Carrier, also where a store outlives its groups.
+        # Separate keys for each Carrier, because a store may outlive its groups.
         store = parallel.PrefixStore(str(store.add(f"made/{rank}", 1)), store)
         timeout = parallel.group_timeout(group) or dist.default_pg_timeout
         self._rank, self._size, self._noise_rank = rank, size, dist.get_rank()
@@ -61,13 +61,20 @@ class Carrier:
         then: Callable[[], object] = lambda: None,
         result: torch.Tensor | None = None,
     ) -> torch.futures.Future[torch.Tensor]:
-        """Reduce `buffer` in place; return at once a future of it. Arguments as work.start().
+        """Start reducing `buffer` in place; return a future of it. Arguments as in work.start().
 
-        then: called before the future is complete, on the thread; it may call reduce(). result:
-        what the future holds; None: the buffer.
+        Args:
+            buffer: the buffer.
+            config: settings of the message.
+            op: "sum" or "avg".
+            segments: of the buffer.
+            seed: of each segment.
+            residuals: of each segment, or None.
+            then: called on the thread before the future completes; it may call reduce().
+            result: the value of the future; None: the buffer.
         """
-        # Of what went wrong, or None: DistributedDataParallel takes what a callback raises for an
-        # error, and what set_exception() was given for a gradient.
+        # Completed with an error or None. DistributedDataParallel treats an exception of a callback
+        # as an error, but the value of set_exception() as a gradient.
         ended: torch.futures.Future[Any] = torch.futures.Future()
 
         def run() -> None:
@@ -91,15 +98,15 @@ class Carrier:
         return ended.then(reduced)
 
     def refuse(self, error: Exception) -> None:
-        """Disconnect after what was started: this rank cannot start what the others start next."""
+        """Disconnect after the started calls, because this rank cannot start the next one."""
         self._thread.submit(self.disconnect, error)
 
     def disconnect(self, error: Exception) -> None:
-        """Fail the collectives of the other ranks: on the thread alone."""
+        """Fail the collectives of the other ranks. Called on the thread only."""
         if self._failure:
             return
         self._failure = f"rank {self._rank} failed first: {reason_of(error)}"
-        with contextlib.suppress(RuntimeError):  # the store is gone where its process has ended
+        with contextlib.suppress(RuntimeError):  # the store is gone if its process has ended
             first = self._store.compare_set(_FAILURE, "", self._failure)
             self._failure = first.decode(errors="replace")
         self._gloo = None
@@ -114,10 +121,11 @@ class Carrier:
         seed: Sequence[int],
         residuals: Residuals | None = None,
     ) -> None:
-        """Reduce `buffer` in place, and wait for it: on the thread alone, in start()'s `then`.
+        """Reduce `buffer` in place and wait. Called on the thread only, in start()'s `then`.
 
         Raises:
-            CgxError: the call is wrong. DistBackendError: a rank has failed; it names the first.
+            CgxError: the arguments are invalid.
+            DistBackendError: a rank failed; the text names the first one.
         """
         if not self._failure:
             try:

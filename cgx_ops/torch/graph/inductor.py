@@ -1,16 +1,13 @@
-"""What torch.compile needs to know of the operators: both are set up when one is first traced.
+"""Integration of the operators with torch.compile: cache keys, and a lowering.
 
-1. the keys of its caches on disk
-2. a lowering: `quantized_all_reduce_start` and its kin are asynchronous collectives
+With the lowering, inductor keeps all collectives of a graph in one order and can overlap them with
+computation. It does not reuse a collective's input before the wait, so that no copy is needed.
+Without it, in a torch release that changed the private interface, the operators are ordinary extern
+kernels: correct, but with a copy and without overlap.
 
-With the lowering, inductor keeps all collectives of a graph in one order, can overlap them with
-computation, and leaves a collective's input alone until the wait, so that no copy of it is needed.
-Without it (a release of torch that moved the private interface) the operator is an ordinary extern
-kernel: right, but from a copy and without overlap.
-
-Inductor takes seconds to import and eager programs never need it, so the lowering is registered at
-the first trace that finds inductor loaded: its own tracing always does. Dynamo traces the operators
-of a graph before anything looks the graph up in a cache.
+Inductor takes seconds to import. So the lowering is registered at the first trace after inductor
+was imported; inductor's own tracing always is. Dynamo traces operators before it looks up a graph
+in a cache.
 """
 
 import logging
@@ -26,12 +23,12 @@ _log = logging.getLogger(__name__)
 
 
 def register() -> None:
-    """Have cache keys and lowering set up when they are needed. Call once per process."""
+    """Set up cache keys and lowering when they are needed. Call once per process."""
     _torch_ops.on_trace(_on_trace)
 
 
 def key_caches() -> None:
-    """Make the caches' keys depend on this build of cgx_ops, and on this rank."""
+    """Make the caches' keys depend on this build of cgx_ops and on this rank."""
     graphs.key_compile_caches(map(Path, (_torch_ops.__file__, graphs.__file__, __file__)))
 
 
@@ -41,7 +38,7 @@ def _on_trace() -> bool:
 
 
 def _register_lowering() -> bool:
-    """Register the lowering if inductor is loaded; tell whether that was the last try."""
+    """Register the lowering if inductor is loaded; return whether this was the last attempt."""
     if "torch._inductor.lowering" not in sys.modules:
         return False
     cgx = torch.ops.cgx
@@ -56,8 +53,8 @@ def _register_lowering() -> bool:
         graphs.lower_as_collective(lists, lists)
     except (ImportError, AttributeError) as error:
         _log.warning(
-            "torch %s has no collective lowering that cgx_ops knows (%s): compiled models stay "
-            "right, but copy the input of each allreduce and overlap less",
+            "cgx_ops does not support the collective lowering of torch %s (%s): compiled models "
+            "are correct, but copy the input of each allreduce and overlap less",
             graphs.TORCH_VERSION,
             error,
         )

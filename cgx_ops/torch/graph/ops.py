@@ -1,6 +1,6 @@
-"""What the operators of `torch.ops.cgx` promise, and what keeps their calls in traced graphs.
+"""The operators of `torch.ops.cgx`: their contract, and their registration with graphs.
 
-Kernels for tensors and for tracing, gradient and checks are C++ (`torch_ops/`).
+Kernels, tracing, gradients and checks are C++ (`torch_ops/`).
 
     quantized_allreduce(x, bits=None, bucket_size=None, op="sum", group_name="", *,
                         compressor=None, rounding=None, config="", name="",
@@ -14,61 +14,63 @@ Kernels for tensors and for tracing, gradient and checks are C++ (`torch_ops/`).
     quantized_reduce_scatter_with_feedback(x, residual, ...same...) -> (Tensor, Tensor)
     quantized_all_gather(x, ...same, without op...) -> Tensor
 
-`x` is a float32, float16 or bfloat16 tensor of any shape, on the CPU or (if cgx_ops is built with
-CUDA) on a GPU; the result has its shape and dtype, is contiguous, and holds the same bits on every
-rank of the group, on a GPU those that the CPU would compute. `config` is the text of a
-`cgx_ops.Config`, `str(Config(...))`; "" is the default one. `bits`, `bucket_size`, `compressor` and
-`rounding` override its fields. A new compressor resets the fields that belonged to the old one.
-`op` is sum or avg, and at 32 bits also min, max or product; `group_name` names a communicator of
-cgx_ops or a process group of any backend; "" means all ranks: the default group if
-torch.distributed is initialized, else the launcher's (docs/guides/launchers.md). `name` identifies a
-collective that is started from several threads.
+**Tensors.** `x` is a float32, float16 or bfloat16 tensor of any shape, on the CPU, or on a GPU if
+cgx_ops was built with CUDA. The result has the same shape and dtype, is contiguous, and has the
+same bits on every rank of the group. A GPU computes the same bits as the CPU.
 
-Random rounding ("stochastic", "shift") takes its seed from torch's default CPU generator, so
-`torch.manual_seed` and activation checkpointing cover it; nearest rounding draws nothing. The
-places that compressor="randk" sends are the same on all ranks, whose generators may differ: they
-follow from `name` and a count of this process's calls of that name on that group. So programs must
-call in the same order on all ranks, the count starts at 0 in each process, and what activation
-checkpointing repeats has other places. In a graph, compiled or recorded, the seeds of CUDA tensors
-come from the GPU's default generator, so that every replay has new noise.
+**Settings.** `config` is the text of a `cgx_ops.Config`, `str(Config(...))`; "" is the default.
+`bits`, `bucket_size`, `compressor` and `rounding` override its fields. A new compressor resets the
+fields that only the previous one uses. `op` is sum or avg, and at 32 bits also min, max or product.
+`group_name` names a communicator of cgx_ops or a process group of any backend. "" means all ranks:
+the default group if torch.distributed is initialized, else those of the launcher
+(docs/guides/launchers.md). `name` identifies a collective if several threads start collectives.
 
-On a GPU a call puts the collective on the current stream and returns, as any kernel. Where ranks'
-GPUs are connected directly it can be recorded (torch.cuda.graph, mode="reduce-overhead").
+**Randomness.** Random rounding ("stochastic", "shift") draws its seed from torch's default CPU
+generator, so `torch.manual_seed` and activation checkpointing control it. Nearest rounding draws
+nothing. In a graph, compiled or recorded, the seeds of CUDA tensors come from the GPU's default
+generator, so that every replay has new noise. The indices that compressor="randk" sends must be the
+same on all ranks, whose generators may differ. They depend on `name` and on the number of this
+process's calls of that name on that group. So programs must call in the same order on all ranks,
+and repetitions by activation checkpointing have other indices.
 
-The coalesced form sends a list of tensors of one dtype and device as one message; each has buckets
-(and a minimal_size) of its own, and a result as if it were reduced alone by the algorithm that the
-whole list takes.
+**GPUs.** A call puts the collective on the current stream and returns, like any kernel. If the
+ranks' GPUs are connected directly, it can be recorded (torch.cuda.graph, mode="reduce-overhead").
 
-The forms with feedback (of sum and avg) reduce x + residual, added in float32, and return beside
-the result a new residual: what compression has lost of this rank's values, to be given to the next
-call. Over all ranks, inputs and old residuals are the result (as a sum) and the new residuals, up
-to float32 rounding and that of the dtype. A residual has its tensor's shape, dtype and device; the
-first is torch.zeros_like(x). With bits=32, or a compressor with which feedback does not converge,
-they are refused.
+**Coalesced forms** send a list of tensors of one dtype and device as one message. Each tensor has
+separate buckets (and a minimal_size), and the same result as if it were reduced alone by the
+algorithm of the whole list.
 
-reduce_scatter returns this rank's block of the first dimension, which the number of ranks must
-divide. all_gather concatenates along the first dimension. Each is the gradient of the other; the
-gradient of an averaging reduce_scatter is divided by the number of ranks. Both have
-carrier="native" alone, and residuals on the CPU alone.
+**Forms with feedback** (sum and avg) reduce x + residual, added in float32, and also return a new
+residual: the compression error of this rank's values, for the next call. Over all ranks, the inputs
+plus the old residuals equal the result (as a sum) plus the new residuals, up to rounding in float32
+and the dtype. A residual has its tensor's shape, dtype and device; start with torch.zeros_like(x).
+bits=32, and compressors with which feedback does not converge, are rejected.
 
-`carrier="c10d"` moves the bytes by torch's own collectives, all_to_all_single and
-all_gather_into_tensor of uint8, with the same bits in the result: `group_name` is then any group of
-torch.distributed ("" the default one) that moves CPU tensors, such as gloo, under any launcher,
-without MPI; `x` is on the CPU. Compiled graphs are specialised to sizes. Unlike native calls, ranks
-that call with different arguments are not told: their results differ, or gloo ends the process.
+**reduce_scatter and all_gather.** reduce_scatter returns this rank's block of the first dimension,
+which must be divisible by the number of ranks. all_gather concatenates along the first dimension.
+Each is the gradient of the other; the gradient of an averaging reduce_scatter is divided by the
+number of ranks. Both support only carrier="native", and residuals only on the CPU.
 
-The gradient of an allreduce (sum and avg) is the same collective on the incoming gradient, sent by
-the same config, with separate noise derived from the forward's seed. min, max and product refuse a
-tensor that requires grad. The in-place form reduces in x's memory where no gradient is recorded.
+**Carrier.** `carrier="c10d"` sends by torch's own collectives, all_to_all_single and
+all_gather_into_tensor of uint8, with the same bits in the result. `group_name` is then any group of
+torch.distributed ("" is the default one) that supports CPU tensors, such as gloo, under any
+launcher, without MPI; `x` is on the CPU. Compiled graphs are specialized to sizes. Unlike with
+native calls, different arguments on different ranks are not detected: results differ, or gloo ends
+the process.
+
+**Gradients.** The gradient of an allreduce (sum and avg) is the same collective on the incoming
+gradient, with the same config and separate noise derived from the forward's seed. min, max and
+product reject a tensor that requires grad. The in-place form reduces in x's memory if no gradient
+is recorded.
 
 Raises:
-    TypeError: another dtype, a sparse tensor, another device, a GPU in a build without CUDA.
-    ValueError: a field of `config`, a keyword or group_name out of range, or fields that do not
-        belong together; the text names the choices. Feedback with a compressor that it does not
-        converge with.
-    torch.distributed.DistBackendError: ranks that call with different arguments, a peer that died
-        or is late. On a GPU that is known late: the result is NaN, and the next call raises. Under
-        `torch.compile`, refusals while tracing arrive wrapped in torch's own exceptions.
+    TypeError: another dtype, a sparse tensor, another device, or a GPU in a build without CUDA.
+    ValueError: a field of `config`, a keyword or group_name is invalid, fields contradict each
+        other, or feedback does not converge with the compressor. The text names the accepted
+        values.
+    torch.distributed.DistBackendError: ranks called with different arguments, or a peer died or is
+        late. On a GPU the result is then NaN, and the next call raises. Under `torch.compile`,
+        errors during tracing are wrapped in torch's own exceptions.
 """
 
 import torch
@@ -77,7 +79,7 @@ from cgx_ops.torch._compat import graphs
 
 
 def register() -> None:
-    """Complete the registration of the operators that the binding defined. Once per process."""
+    """Complete the registration of the operators. Call once per process."""
     cgx = torch.ops.cgx
     for operator in (
         cgx.quantized_allreduce.default,

@@ -1,29 +1,11 @@
-"""compress_collectives(): all-reduces in compiled graphs travel quantized; the code stays as it is.
+"""compress_collectives(): compress the all-reduces of compiled graphs, without changes to the code.
 
-    with cgx_ops.torch.compress_collectives(cgx_ops.Config(bits=4)) as rewrite:
-        train(torch.compile(step))
-    print(rewrite.rewritten)
-
-    torch.compile(step, options={"post_grad_custom_post_pass": compress_collectives()})
-
-A pass of inductor, after all of inductor's own work on the graph, DDP's fusion included. It finds
-`_c10d_functional.all_reduce` and `all_reduce_coalesced`: what functional collectives,
-`dist.all_reduce`, DTensor and DDP's Python reducer are in a graph. Each is replaced by what
-`torch.ops.cgx.quantized_allreduce` is in a graph: native where the group has a communicator of
-cgx_ops (backend "cgx"), else carried by the group's own collectives (gloo).
-
-    1. Choice: which all-reduces, and why not the others
-    2. splice: one all-reduce becomes the traced operator; before that rewrite_groups.py joins those
-       that are of one group of a plan
-    3. Rewrite: the pass, its cache key, what it says at the end
-
-A graph is compiled once and kept: what was compiled inside the block stays compressed after it, and
-what was compiled before stays as it was. Backward graphs are compiled by the first backward(),
-which therefore belongs into the block too. Ranks must use equal settings, as for any collective.
-
-Rounding at random draws its seeds in the graph, forward and backward apart. An all-reduce that
-activation checkpointing repeats in backward is therefore rounded anew; use rounding="nearest" to
-have the same values twice.
+The pass runs after inductor's own passes, including its fusion of DDP's all-reduces. It finds
+`_c10d_functional.all_reduce` and `all_reduce_coalesced`, which functional collectives,
+`dist.all_reduce`, DTensor and DDP's Python reducer become in a graph. Each is replaced by the
+traced form of `torch.ops.cgx.quantized_allreduce`: native if cgx_ops has a communicator of the
+group (backend "cgx"), else carried by the group's own collectives (gloo). With a plan,
+rewrite_groups.py first joins the all-reduces of each group.
 """
 
 import hashlib
@@ -57,25 +39,25 @@ _functional = torch.ops._c10d_functional
 _WAIT = _functional.wait_tensor.default
 _FORMS = (_functional.all_reduce.default, _functional.all_reduce_coalesced.default)
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-# What decides what becomes of a graph.
+# The source files that determine the result of the pass.
 _SOURCES = [Path(str(module.__file__)) for module in (graphs, rewrite_groups)] + [Path(__file__)]
 
 
 class NothingRewritten(UserWarning):
-    """A compress_collectives() block ended and no graph of it has a compressed collective."""
+    """A compress_collectives() block ended without a compressed all-reduce in any graph."""
 
 
-# ---- 1. which ------------------------------------------------------------------------------------
+# ---- 1. which all-reduces ------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Choice:
-    """Which all-reduces are compressed: those that refusal() has nothing against.
+    """Which all-reduces are compressed: those for which refusal() returns None.
 
     Attributes:
-        groups: names of groups; None: all.
-        dtypes: of the tensors.
-        min_numel: fewest elements, over all tensors of a coalesced call.
+        groups: names of process groups; None: all.
+        dtypes: dtypes of the tensors.
+        min_numel: minimum number of elements, over all tensors of a coalesced call.
     """
 
     groups: tuple[str, ...] | None
@@ -83,7 +65,7 @@ class Choice:
     min_numel: int
 
     def refusal(self, values: list[torch.Tensor], op: str, group: str) -> str | None:
-        """Say why an all-reduce of these (fake) tensors stays as it is; None: it does not."""
+        """Return why an all-reduce of these (fake) tensors is not compressed; None if it is."""
         if op not in ("sum", "avg"):
             return f"op {op!r}; only sum and avg can be compressed"
         if self.groups is not None and group not in self.groups:
@@ -99,20 +81,20 @@ class Choice:
         native = has_communicator(group)
         for device in {place.type for place in places} - set(devices() if native else ("cpu",)):
             how = "this build of cgx_ops" if native else "a group of another backend than 'cgx'"
-            return f"tensors on {device}, which {how} does not serve"
+            return f"tensors on {device}, which {how} does not support"
         numels = [value.numel() for value in values]
         if not all(isinstance(numel, int) for numel in numels):
-            return "a size that is not static; compile with dynamic=False"
+            return "a dynamic size; compile with dynamic=False"
         if sum(numels) < self.min_numel:
             return f"fewer than min_numel={self.min_numel} elements"
         return None
 
 
-# ---- 2. how --------------------------------------------------------------------------------------
+# ---- 2. replace an all-reduce --------------------------------------------------------------------
 
 
 def has_communicator(group: str) -> bool:
-    """Tell whether cgx_ops has a communicator of the group's name."""
+    """Return whether cgx_ops has a communicator with the group's name."""
     try:
         Communicator.find(group)
     except NotFound:
@@ -121,7 +103,7 @@ def has_communicator(group: str) -> bool:
 
 
 def trace(values: list[torch.Tensor], op: str, group: str, config: Config) -> torch.fx.Graph:
-    """Return the graph that quantized_allreduce_coalesced is for these fake tensors."""
+    """Return the graph of quantized_allreduce_coalesced for these fake tensors."""
     carrier = "native" if has_communicator(group) else "c10d"
 
     def reduce(*xs: torch.Tensor) -> list[torch.Tensor]:
@@ -132,13 +114,14 @@ def trace(values: list[torch.Tensor], op: str, group: str, config: Config) -> to
 
 
 def splice(graph: torch.fx.Graph, reduced: AllReduce, traced: torch.fx.Graph) -> None:
-    """Replace an all-reduce and its waits by a traced graph of the same inputs and outputs.
+    """Replace an all-reduce and its waits by a traced graph with the same inputs and outputs.
 
-    What comes before the first wait goes where the all-reduce was, the rest to where its first
-    result is needed: what lies between overlaps with the communication, as it did before.
+    The part of the traced graph before its first wait goes to the place of the all-reduce, the rest
+    to where its first result is needed. So computation in between still overlaps with the
+    communication.
     """
     node, outputs = reduced.node, reduced.outputs
-    order = {each: place for place, each in enumerate(graph.nodes)}
+    order = {each: index for index, each in enumerate(graph.nodes)}
     users = [user for output, _ in outputs for user in output.users]
     needed = min(users, key=order.__getitem__, default=node.next)
 
@@ -171,12 +154,14 @@ def splice(graph: torch.fx.Graph, reduced: AllReduce, traced: torch.fx.Graph) ->
 
 
 class Rewrite:
-    """What compress_collectives() returns: context manager and graph pass. Nested, all take part.
+    """A context manager and graph pass that compresses all-reduces; made by compress_collectives().
+
+    Nested blocks all apply.
 
     Attributes:
-        config: how values travel.
-        choice: which all-reduces do.
-        plan: which of them share a message; None: each is one.
+        config: settings of the messages.
+        choice: which all-reduces are compressed.
+        plan: which of them share a message; None: none.
     """
 
     def __init__(self, config: Config, choice: Choice, plan: Plan | None = None) -> None:
@@ -186,8 +171,8 @@ class Rewrite:
         self._before = self._counted()
         self._installed: AbstractContextManager[object] | None = None
 
-    # Inductor stores its counters with a graph and restores them when the graph comes from a cache,
-    # so that a hit counts like the compilation did.
+    # Inductor stores its counters with a graph and restores them when it loads the graph from a
+    # cache, so that a cache hit counts like a compilation.
 
     def _count(self, what: str) -> None:
         graphs.compile_counters()[f"cgx_ops rewrite {self._settings}: {what}"] += 1
@@ -199,9 +184,10 @@ class Rewrite:
 
     @property
     def counts(self) -> dict[str, int]:
-        """What happened since this was made, by objects with these settings: events by kind.
+        """Event counts since this object was created, or its block entered, by kind.
 
-        "graphs" and "rewritten"; every other key is why so many all-reduces stayed as they were.
+        The keys are "graphs", "rewritten", and the reasons why all-reduces were not compressed.
+        Objects with the same settings share the counts.
         """
         now = self._counted()
         now.subtract(self._before)
@@ -209,11 +195,11 @@ class Rewrite:
 
     @property
     def rewritten(self) -> int:
-        """All-reduces compressed so far, those in graphs that came from a cache included."""
+        """Number of all-reduces compressed so far, including those in cached graphs."""
         return self.counts.get("rewritten", 0)
 
     def __call__(self, graph: torch.fx.Graph) -> None:
-        """Rewrite one graph in place."""
+        """Rewrite a graph in place."""
         self._count("graphs")
         graphs.sort_graph(graph)
         found = []
@@ -234,9 +220,9 @@ class Rewrite:
         graph.lint()
 
     def uuid(self) -> object:
-        """Return all that decides what this does to a graph: a part of the caches' keys.
+        """Return everything that determines the pass's effect on a graph, for the caches' keys.
 
-        Carried messages have sizes of their own on each rank; ranks may share a cache.
+        Ranks may share a cache, but the sizes of carried messages differ between ranks.
         """
         digest = hashlib.sha256()
         for path in _SOURCES:
@@ -245,12 +231,14 @@ class Rewrite:
         return digest.hexdigest(), self._settings, devices(), groups
 
     def __deepcopy__(self, memo: dict[int, object]) -> Self:
-        """Return self: inductor copies its configuration, and the pass in it stays this one."""
+        """Return self, because inductor copies its configuration, including this pass."""
         return self
 
     def __enter__(self) -> Self:
         if self._installed is not None:
-            raise InvalidArgument("this compress_collectives() block is open; make another one")
+            raise InvalidArgument(
+                "this compress_collectives() block is open already; create another"
+            )
         self._before = self._counted()
         self._installed = graphs.post_grad_pass(self)
         self._installed.__enter__()
@@ -274,19 +262,19 @@ class Rewrite:
         text = "compress_collectives() compressed nothing: "
         if counts:
             filtered = "; ".join(f"{n} of {what}" for what, n in counts.items())
-            return text + f"every all-reduce of {compiled} compiled graphs was left out: {filtered}"
+            return text + f"no all-reduce of {compiled} compiled graphs matched: {filtered}"
         if compiled:
-            text += f"{compiled} graphs were compiled in the block and none has an all-reduce. "
+            text += f"{compiled} graphs were compiled in the block, none with an all-reduce. "
         else:
             text += (
                 "no graph was compiled in the block. A model that ran before keeps its graphs: "
-                "run it inside for the first time, or call torch._dynamo.reset(). "
+                "run it for the first time inside the block, or call torch._dynamo.reset(). "
             )
         text += (
-            "DistributedDataParallel reduces gradients outside of graphs unless "
-            'torch._dynamo.config.optimize_ddp is "python_reducer" when it is made (now it is '
+            "DistributedDataParallel reduces gradients outside of graphs, unless "
+            'torch._dynamo.config.optimize_ddp is "python_reducer" when it is created (now it is '
             f"{graphs.optimize_ddp()!r}) and backward() runs under compiled autograd. "
-            'The backend "cgx" and the hook of cgx_ops.torch.ddp compress what it reduces there.'
+            'To compress these gradients, use the backend "cgx" or a hook of cgx_ops.torch.ddp.'
         )
         return text
 
@@ -299,23 +287,51 @@ def compress_collectives(
     min_numel: int = 1024,
     plan: Plan | None = None,
 ) -> Rewrite:
-    """Compress the all-reduces (sum and avg) of what is compiled in a block, or with an option.
+    """Compress the all-reduces (sum and avg) of graphs that torch.compile compiles.
+
+    Use the result as a context manager around the first calls of the compiled model, including the
+    first backward, which compiles the backward graph. Or pass it to torch.compile:
+    `options={"post_grad_custom_post_pass": compress_collectives(config)}`. A compiled graph is
+    kept: graphs compiled inside the block stay compressed after it, and graphs compiled earlier do
+    not change. All ranks use the same arguments.
+
+    Random rounding draws its seeds in the graph, separately in forward and backward. So an
+    all-reduce that activation checkpointing repeats in backward is rounded differently;
+    rounding="nearest" gives the same values.
 
     Args:
-        config: how values travel; None: Config(), 4 bits.
-        groups: process groups, or their names; None: all.
-        dtypes: None: float32, float16 and bfloat16.
-        min_numel: calls with fewer elements stay as they are.
-        plan: all-reduces of tensors that it has in one group become one message, in the place of
-            the last of them, as far as none needs another's result. Graphs know no names: tensors
-            are found by their sizes, in the order of the graph. Its bits are not used.
+        config: compressor, bits and the other settings. None: `Config()`, which is 4 bits.
+        groups: process groups or their names. None: all.
+        dtypes: dtypes to compress. None: float32, float16 and bfloat16.
+        min_numel: minimum number of elements of a compressed call.
+        plan: joins the all-reduces of each group of the plan into one message, at the place of the
+            last one, unless one needs another's result. Graphs have no parameter names, so tensors
+            are matched by size, in the order of the graph. The bits of the plan are ignored.
 
     Returns:
-        A context manager, which warns with NothingRewritten when it ends and no graph has a
-        compressed all-reduce, and a value for torch.compile's option "post_grad_custom_post_pass".
+        A context manager and graph pass. `rewritten` is the number of compressed all-reduces, and
+        `counts` has the reasons for the others. It warns with NothingRewritten if the block ends
+        without a compressed all-reduce.
 
     Raises:
-        InvalidArgument: dtypes that cannot be compressed, no groups or a min_numel below 0.
+        InvalidArgument: a dtype cannot be compressed, `groups` is empty, or `min_numel` is
+            negative.
+
+    Example:
+        >>> import torch
+        >>> import torch.distributed as dist
+        >>> import cgx_ops.torch
+        >>> from cgx_ops import Config
+        >>> dist.init_process_group("cgx", store=dist.HashStore(), rank=0, world_size=1)
+        >>> @torch.compile
+        ... def average(x):
+        ...     dist.all_reduce(x, dist.ReduceOp.AVG)
+        ...     return x
+        >>> with cgx_ops.torch.compress_collectives(Config(bits=4)) as rewrite:
+        ...     y = average(torch.ones(4096))
+        >>> rewrite.rewritten
+        1
+        >>> dist.destroy_process_group()
     """
     config = Config() if config is None else config
     kinds = _DTYPES if dtypes is None else tuple(dict.fromkeys(dtypes))
@@ -327,7 +343,7 @@ def compress_collectives(
     if groups is not None:
         names = tuple(map(graphs.group_name, groups))
         if not names:
-            raise InvalidArgument("groups is empty; give None for all groups")
+            raise InvalidArgument("groups is empty; pass None for all groups")
     graphs.declare_graph_pass(Rewrite)
-    inductor.key_caches()  # graphs are looked up before the pass traces an operator
+    inductor.key_caches()  # needed before the pass traces an operator
     return Rewrite(config, Choice(names, kinds, min_numel), plan)

@@ -1,10 +1,9 @@
-"""All-reduces of a compiled graph, joined to the groups of a plan before they are rewritten.
+"""Join the all-reduces of a compiled graph that belong to one group of a plan.
 
-    1. match: a graph knows no names of parameters; tensors of a plan are found by their sizes
-    2. which of a group may be one: none that needs another's result
-    3. join: one all_reduce_coalesced in the place of the last of them, exact as they were
-
-What used the results of earlier ones comes after it, where it was not already.
+1. match tensors to the plan by size, because a graph has no parameter names
+2. split groups whose all-reduces depend on each other
+3. join each part into one all_reduce_coalesced at the place of the last one, and move users of
+   earlier results behind it
 """
 
 import operator
@@ -26,9 +25,9 @@ class AllReduce(NamedTuple):
 
     Attributes:
         node: all_reduce or all_reduce_coalesced.
-        values: the (fake) tensors that it reduces.
-        op: "sum", or another one.
-        group: the name of the process group.
+        values: its (fake) tensors.
+        op: "sum" or another one.
+        group: name of the process group.
     """
 
     node: torch.fx.Node
@@ -38,19 +37,19 @@ class AllReduce(NamedTuple):
 
     @property
     def kind(self) -> Hashable:
-        """What all have in common that may share a call."""
+        """The properties that all-reduces must share to be joined."""
         first = self.values[0]
         return self.op, self.group, first.dtype, first.device
 
     @property
     def inputs(self) -> list[Any]:
-        """The nodes of the tensors that it reduces."""
+        """The nodes of its tensors."""
         given = self.node.args[0]
         return list(given) if isinstance(given, (list, tuple)) else [given]
 
     @property
     def outputs(self) -> list[tuple[torch.fx.Node, int]]:
-        """The nodes that are its results, each with its number."""
+        """The nodes of its results, each with its index."""
         if self.node.target is _functional.all_reduce.default:
             return [(self.node, 0)]
         assert all(user.target is operator.getitem for user in self.node.users), self.node.users
@@ -58,7 +57,7 @@ class AllReduce(NamedTuple):
 
 
 def joined(graph: torch.fx.Graph, found: Sequence[AllReduce], plan: Plan) -> list[AllReduce]:
-    """Join all-reduces of a graph that are of one group of a plan; return what there is then."""
+    """Join the all-reduces of each group of a plan; return the resulting all-reduces."""
     result: list[AllReduce] = []
     for together in _groups(found, plan):
         for members in _independent(graph, together):
@@ -70,10 +69,10 @@ def joined(graph: torch.fx.Graph, found: Sequence[AllReduce], plan: Plan) -> lis
 
 
 def _groups(found: Iterable[AllReduce], plan: Plan) -> list[list[AllReduce]]:
-    """Return those of each group of the plan, and by themselves those that are in none.
+    """Return the all-reduces of each group of the plan, and each all-reduce without a group alone.
 
-    Of tensors of one size the first in the graph is taken for the one that the plan sends first. An
-    all-reduce of several tensors is of the last group of any.
+    Tensors of the same size are assigned in the order of the graph and of the plan. An all-reduce
+    of several tensors belongs to the last of their groups.
     """
     waiting: dict[int, deque[int]] = defaultdict(deque)
     for number, group in enumerate(plan.groups):
@@ -91,17 +90,17 @@ def _groups(found: Iterable[AllReduce], plan: Plan) -> list[list[AllReduce]]:
     return list(groups.values())
 
 
-# ---- 2. which may be one -------------------------------------------------------------------------
+# ---- 2. split ------------------------------------------------------------------------------------
 
 
 def _independent(graph: torch.fx.Graph, together: list[AllReduce]) -> list[list[AllReduce]]:
-    """Cut a list, in the graph's order, where one needs what an earlier one made.
+    """Split a list, in the graph's order, where an all-reduce depends on an earlier result.
 
-    Also where an operator in between writes to a tensor: what would move might read it.
+    Also split where an operator in between writes to a tensor, because a moved node might read it.
     """
     parts: list[list[AllReduce]] = [[]]
     members = {each.node: each for each in together}
-    needing: set[torch.fx.Node] = set()  # the results of this part, and what was made of them
+    needing: set[torch.fx.Node] = set()  # the results of this part, and nodes that depend on them
     for node in graph.nodes:
         depends = any(needed in needing for needed in node.all_input_nodes)
         if node in members:
@@ -147,7 +146,7 @@ def _join(graph: torch.fx.Graph, members: Sequence[AllReduce]) -> AllReduce:
                 graph.erase_node(output)
         first += len(member.values)
         graph.erase_node(member.node)
-    for node in list(graph.nodes):  # in order: users follow what they use
+    for node in list(graph.nodes):  # in order: users come after their inputs
         if node is call:
             break
         if any(needed in made for needed in node.all_input_nodes):

@@ -1,10 +1,8 @@
-"""start(): any collective of the core on torch tensors, as an asynchronous Work.
+"""Start collectives of the core on torch tensors, as an asynchronous Work.
 
-start_apart() is an allreduce of tensors that lie anywhere, in one message. future_of() is for hooks
-of DistributedDataParallel. refuse() says that a collective will not be started, or_refuse() if what
-comes before it fails.
-
-The DDP hook and FSDP's collectives stand on it. Compiled models use the operators of `ops.py`.
+start() is for any collective, start_apart() for an allreduce of separate tensors in one message.
+future_of() is for DDP hooks. refuse() and or_refuse() report that this rank will not start a
+collective. Compiled models use the operators of ops.py instead.
 """
 
 import contextlib
@@ -27,28 +25,28 @@ DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
 _Arguments = ParamSpec("_Arguments")
 
-# One for each segment, or None where it has none.
+# A tensor for each segment, or None for a segment without a residual.
 Residuals = Sequence[torch.Tensor | None]
 
 _LAST_CALLBACKS_S = 5
 
 
 def register() -> None:
-    """Have callbacks of futures end before the interpreter does: none may be in Python then.
+    """Make callbacks of futures finish before the interpreter exits. Call once per process.
 
-    Once per process.
+    A callback that runs Python code during interpreter shutdown would crash.
     """
     at_exit.then(functools.partial(_drain, os.getpid()))
 
 
 def _drain(process: int) -> None:
-    if process == os.getpid():  # a forked child has none of the threads
+    if process == os.getpid():  # a forked child does not have the threads
         _torch_ops.drain(_LAST_CALLBACKS_S)
 
 
 @functools.cache
 def devices() -> tuple[str, ...]:
-    """Return the types of device whose tensors the core takes: "cpu", and if built so "cuda"."""
+    """Return the device types that the core supports: "cpu", and "cuda" if built with CUDA."""
     return ("cpu", "cuda") if library.describe()["cuda"]["built"] else ("cpu",)
 
 
@@ -69,44 +67,46 @@ def start(
     asynchronous: bool = True,
     residuals: Residuals | None = None,
 ) -> dist.Work:
-    """Start a collective and return at once; leave the tensors alone until it ends.
+    """Start a collective and return immediately; do not use the tensors until it ends.
 
-    CUDA tensors: it follows what is on the current stream now, on a stream of its own. wait() and
-    the future's callbacks have the then-current stream wait, not the host. What fails later fills
-    the output with NaN, and wait() or the next collective on `comm` raises it.
+    CUDA tensors: the collective follows the work on the current stream, on another stream. wait()
+    and the future's callbacks make the then-current stream wait, not the host. A later failure
+    fills the output with NaN, and wait() or the next collective on `comm` raises it.
 
     Args:
-        comm: the ranks; all of them call with equal arguments (tensors, seed and timeout apart).
+        comm: the ranks. All of them call with equal arguments, except tensors, seed and timeout.
         verb: "allreduce", "reduce_scatter" or "all_gather".
         input: contiguous, on the CPU or a CUDA device; float32, float16 or bfloat16.
-        output: of the same dtype and device, contiguous. allreduce: as many elements as the input,
-            perhaps the input itself. reduce_scatter: the input holds comm.size blocks of
-            output.numel() elements. all_gather: the reverse.
-        config: how values travel.
+        output: contiguous, of the same dtype and device. allreduce: as many elements as the input;
+            it may be the input. reduce_scatter: the input has comm.size blocks of output.numel()
+            elements. all_gather: the reverse.
+        config: settings of the messages.
         op: "sum" or "avg"; with 32 bits also "min", "max" and "product". Not for all_gather.
-        segments: runs of elements (of a block) with their own bits and bucket_size; None: one.
+        segments: runs of elements (of a block) with separate bits and bucket_size; None: one.
         seed: of this call's noise, or a list with one for each segment; None: derived from the
-            communicator's name and the calls so far.
-        noise_rank: this rank's number where noise is drawn; None: that of `comm`, its rank in the
-            default group. Groups that give equal numbers, seeds and values get equal results.
-        name: matches this call with those of other ranks, whatever runs in between.
-        occurrence: this is the n-th call of its name, on all ranks alike: for threads that start
-            calls of one name in any order. None: each rank's next one.
-        timeout: seconds it may take; None: the communicator's.
-        asynchronous: False puts the collective of CUDA tensors on the current stream, where nobody
-            need wait for it. CPU tensors: no difference.
-        residuals: error feedback, of sums and averages: contiguous, of the input's dtype and
-            device, read and written in place until the end; a list with one for each segment, or
-            None. allreduce: of as many elements. reduce_scatter: what of a tensor like the input is
-            from the segment on: a residual lies there as its values do in the input.
+            communicator's name and the number of calls so far.
+        noise_rank: this rank's number for noise; None: that of `comm`, its rank in the default
+            group. Groups with equal numbers, seeds and values get equal results.
+        name: identifies this call across ranks.
+        occurrence: the index of this call among those of its name, the same on all ranks, for
+            threads that start calls of one name in any order. None: each rank's next one.
+        timeout: limit in seconds; None: the communicator's.
+        asynchronous: False puts the collective of CUDA tensors on the current stream, so that no
+            wait is needed there. No effect on CPU tensors.
+        residuals: error feedback of sums and averages: a list with a tensor or None for each
+            segment; contiguous, of the input's dtype and device, read and written in place until
+            the end. allreduce: as many elements as the segment. reduce_scatter: the part of a
+            tensor like the input that starts at the segment, because residuals lie there like the
+            values in the input.
 
     Returns:
-        Its Work: wait() raises what it failed with; get_future() holds a list of the output, and
-        its callbacks may block.
+        The Work: wait() raises the error of a failed collective; get_future() holds a list with the
+        output, and its callbacks may block.
 
     Raises:
-        Unsupported (a TypeError): dtype, device or layout. InvalidArgument (a ValueError): sizes
-        or settings that do not fit. torch.distributed.DistBackendError: the communicator is closed.
+        Unsupported: the dtype, device or layout is not supported (a TypeError).
+        InvalidArgument: sizes or settings do not fit (a ValueError).
+        torch.distributed.DistBackendError: the communicator is closed.
     """
     for role, tensor in (("input", input), ("output", output)):
         if tensor.dtype not in DTYPES or tensor.dtype != input.dtype:
@@ -123,7 +123,7 @@ def start(
             raise InvalidArgument(f"{verb}: input is on {input.device}, output on {output.device}")
         if not tensor.is_contiguous() or tensor.is_neg():
             raise InvalidArgument(
-                f"{verb}: {role} is not contiguous, or a negative view; give {role}.clone()"
+                f"{verb}: {role} is not contiguous, or a negative view; pass {role}.clone()"
             )
     row = tables.VERBS[verb]
     block, rest = divmod(input.numel(), comm.size if row["blocks_in"] else 1)
@@ -133,7 +133,7 @@ def start(
             f"{output.numel()}"
         )
     call = Call(verb, op, config, name, segments, seed, timeout)
-    to = output.data_ptr()  # first: it may move a lazy copy, the input too
+    to = output.data_ptr()  # first, because it may move lazy copies, including the input
     pointers = input.data_ptr(), to
     collective = call.collective(comm.id, DTYPES[input.dtype], *pointers, block)
     if noise_rank is not None:
@@ -147,20 +147,21 @@ def start(
 
 
 def refuse(comm: Communicator, name: str, occurrence: int, reason: str) -> None:
-    """Tell the other ranks, at once, that this one will not start a call; theirs raises why."""
+    """Report to the other ranks that this one will not start a call; theirs raises the reason."""
     call = structs.Collective(comm=comm.id, name=library.encode(name), occurrence=occurrence)
-    with contextlib.suppress(Closed):  # then they have been told
+    with contextlib.suppress(Closed):  # the other ranks have the reason already
         library.call("cgx_refuse", byref(call), KINDS.index(PeerFailed), library.encode(reason))
 
 
 @contextlib.contextmanager
 def or_refuse(comm: Communicator, name: str, occurrence: int = -1) -> Iterator[None]:
-    """Refuse a call if the block, which must come before it, fails: other ranks then do not wait.
+    """Refuse a call if the block before it fails, so that the other ranks do not wait.
 
     Args:
         comm: the ranks.
-        name: of the call.
-        occurrence: which call of this name, counted from 0; -1: this rank's next one.
+        name: name of the call.
+        occurrence: index of the call among those of its name, counted from 0; -1: this rank's next
+            one.
     """
     try:
         yield
@@ -170,7 +171,7 @@ def or_refuse(comm: Communicator, name: str, occurrence: int = -1) -> Iterator[N
 
 
 def reason_of(error: BaseException) -> str:
-    """Return the text in which other ranks report an error of this one."""
+    """Return the text by which other ranks report an error of this rank."""
     return f"{type(error).__name__}: {error}"
 
 
@@ -185,19 +186,19 @@ def start_apart(
     name: str,
     residuals: Residuals | None = None,
 ) -> dist.Work:
-    """Start an allreduce, in place, of tensors that lie apart: one message, and nothing is copied.
+    """Start an allreduce of separate tensors, in place, as one message and without copies.
 
     Args and errors: see start().
 
     Args:
         comm: the ranks.
-        tensors: contiguous, at least one; of one dtype that start() takes and on one device.
-        config: how values travel.
+        tensors: at least one; contiguous, of one dtype that start() supports and on one device.
+        config: settings of the message.
         op: "sum" or "avg".
-        segments: one for each tensor, of all its values; offsets do not count.
-        seed: one for each.
-        name: of the call.
-        residuals: one, or None, for each.
+        segments: one for each tensor, with all its values; offsets are ignored.
+        seed: one for each tensor.
+        name: name of the call.
+        residuals: one, or None, for each tensor.
     """
     first, total = tensors[0], sum(tensor.numel() for tensor in tensors)
     call = Call("allreduce", op, config, name, segments, seed, None)
@@ -212,10 +213,10 @@ def start_apart(
 def future_of(
     begin: Callable[_Arguments, dist.Work], *args: _Arguments.args, **kwargs: _Arguments.kwargs
 ) -> torch.futures.Future[Any]:
-    """Return the future of what begin(*args, **kwargs) starts; where it cannot, of why.
+    """Return the future of the Work that begin(*args, **kwargs) starts, or a failed future.
 
-    Other ranks have such an error in their futures, too. DistributedDataParallel goes on after what
-    a future holds, and never again after what a hook raises.
+    Other ranks' futures hold such an error, too. DistributedDataParallel can continue after an
+    error in a future, but not after an exception in a hook.
     """
     try:
         return begin(*args, **kwargs).get_future()
@@ -228,7 +229,8 @@ def failed(error: Exception) -> torch.futures.Future[Any]:
     began: torch.futures.Future[Any] = torch.futures.Future()
     began.set_result(None)
 
-    def fail(_: torch.futures.Future[Any]) -> None:  # set_exception() is for a gradient, to torch
+    # Raised in a callback, because torch treats set_exception()'s value as a gradient.
+    def fail(_: torch.futures.Future[Any]) -> None:
         raise error
 
     return began.then(fail)
@@ -237,16 +239,19 @@ def failed(error: Exception) -> torch.futures.Future[Any]:
 def set_residuals(
     collective: structs.Collective, call: Call, like: torch.Tensor, residuals: Residuals | None
 ) -> list[torch.Tensor]:
-    """Have a collective on an input `like` this use residuals; return the tensors that it uses.
+    """Set the residuals of a collective on an input; return the tensors that it uses.
 
-    Raises InvalidArgument: they do not fit.
+    `like` is the input, or another tensor of its size, dtype and device.
+
+    Raises:
+        InvalidArgument: they do not fit.
     """
     if residuals is None:
         return []
     segments = [Segment(0, like.numel())] if call.segments is None else call.segments
     if len(residuals) != len(segments):
         raise InvalidArgument(
-            f"residuals is a list of {len(residuals)} for {len(segments)} segments; give one each"
+            f"residuals has {len(residuals)} entries for {len(segments)} segments; pass one each"
         )
     for residual, segment in zip(residuals, segments, strict=True):
         has_blocks = tables.VERBS[call.verb]["blocks_in"]
@@ -257,8 +262,8 @@ def set_residuals(
         ):
             raise InvalidArgument(
                 f"a residual has {residual.numel()} elements of {residual.dtype} on "
-                f"{residual.device}; it must be contiguous, of {numel} elements of {like.dtype} on "
-                f"{like.device}, as the values are"
+                f"{residual.device}; like the values, it must have {numel} elements of "
+                f"{like.dtype} on {like.device}, and be contiguous"
             )
     addresses = [None if each is None else each.data_ptr() for each in residuals]
     collective.residuals = (c_void_p * len(addresses))(*addresses)
