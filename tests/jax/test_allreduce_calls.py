@@ -231,7 +231,7 @@ def test_a_closed_communicator(pair: list[Communicator]) -> None:
     program = jax.jit(lambda v: allreduce_q(v, pair[0]))
     program.lower(x)
     pair[0].close()
-    with pytest.raises(cgx_ops.Closed, match=r"is closed.*Make another"):
+    with pytest.raises(cgx_ops.Closed, match=r"is closed.*Create another"):
         allreduce_q(x, pair[0])
     with pytest.raises(jax.errors.JaxRuntimeError, match=r"NOT_FOUND.*trace the program again"):
         jax.block_until_ready(program(x))
@@ -241,7 +241,7 @@ def test_a_communicator_that_a_late_rank_has_closed() -> None:
     comms = Communicator.local(2, timeout=0.3)
     with pytest.raises(cgx_ops.DeadlineExceeded):
         comms[0].allreduce(np.ones(100, np.float32))
-    with pytest.raises(cgx_ops.Closed, match=r"is closed: .*rank 1 has not started.*Make another"):
+    with pytest.raises(cgx_ops.Closed, match=r"closed: .*rank 1 has not started.*Create another"):
         allreduce_q(jnp.ones(100), comms[0])
     for comm in comms:
         comm.close()

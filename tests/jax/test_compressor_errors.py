@@ -144,7 +144,7 @@ def test_rules(rule: Any, said: str) -> None:
 def test_what_cannot_be_cut() -> None:
     algorithm: Any
     for algorithm in ("sra", "ring", "hierarchical"):
-        with pytest.raises(ValueError, match=rf"'threshold' sends cannot be cut.*'{algorithm}'"):
+        with pytest.raises(ValueError, match=rf"'threshold' cannot be split.*'{algorithm}'"):
             trace(
                 lambda v, a=algorithm: psum_q(
                     v, "d", compressor="threshold", config=Config(algorithm=a)
@@ -185,10 +185,10 @@ def test_feedback_that_does_not_converge(case: str, said: str) -> None:
 
 def test_residuals_of_exact_calls() -> None:
     for reduce in (psum_q, pmean_q):
-        with pytest.raises(ValueError, match=rf"{reduce.__name__} with a residual and bits=32"):
+        with pytest.raises(ValueError, match=rf"{reduce.__name__}: a residual with bits=32"):
             trace(lambda v, f=reduce: f({"w": v}, "d", key=KEY, residual={"w": v}, bits=32))
     x = np.ones(100, np.float32)
-    with pytest.raises(ValueError, match="allreduce_q with a residual and bits=32"):
+    with pytest.raises(ValueError, match="allreduce_q: a residual with bits=32"):
         CALLS["allreduce_q"](x, residual=x, bits=32)
     # A leaf that loses something is enough.
     trace(
@@ -202,7 +202,7 @@ def test_residuals_of_exact_calls() -> None:
 def test_feedback_of_exact_transformations(make: Callable[..., Any]) -> None:
     tree, on = {"kernel": np.ones((8, 4)), "bias": np.ones(8)}, {"mesh": MESH}
     feedback = Config(error_feedback=True)
-    with pytest.raises(ValueError, match="with error_feedback=True and only exact leaves"):
+    with pytest.raises(ValueError, match="error_feedback=True, but all leaves are sent exact"):
         make("d", config=feedback, rules=Rules([("kernel", 32)]), **on).init(tree)
     make("d", config=feedback, **on).init(tree)
     make("d", bits=32, **on).init(tree)
@@ -217,7 +217,7 @@ def test_keys_that_differ_where_places_are_drawn() -> None:
         return reduce(v, "d", key=key, compressor="randk", **knobs)
 
     for reduce in (psum_q, psum_scatter_q, all_gather_q):
-        said = rf"{reduce.__name__}: compressor='randk' needs an equal key.*varies over \['d'\]"
+        said = rf"{reduce.__name__}: compressor='randk' needs the same key.*varies over \['d'\]"
         with pytest.raises(ValueError, match=said):
             trace(lambda v, key, f=reduce: call(v, key, f), x, keys, check_vma=True)
     for knobs in (

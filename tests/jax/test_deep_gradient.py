@@ -376,7 +376,7 @@ def test_bad_states_and_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"residual of updates\['a'\] has shape \(1, 2, 2\)"):
         step(WEIGHTS, good._replace(residual=short), at(0))
     other = {**good.momentum, "bias": jnp.ones(7)}
-    with pytest.raises(ValueError, match=r"has a momentum of shape \(7,\): the state is another"):
+    with pytest.raises(ValueError, match=r"a momentum of shape \(7,\): the state belongs to"):
         step(WEIGHTS, good._replace(momentum=other), at(0))
     ruled = deep_gradient("d", rules=Rules([("a", 32)]), mesh=MESH)
     with pytest.raises(ValueError, match=r"updates\['a'\] of shape \(24, 20\) is sparse here, and"):
@@ -406,5 +406,5 @@ def test_bad_states_and_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
         lambda s, x: nowhere.update(x, s), mesh=MESH, in_specs=(specs, P("d")),
         out_specs=(P(), specs),
     )  # fmt: skip
-    with pytest.raises(ValueError, match="processes have several devices each: give it the mesh"):
+    with pytest.raises(ValueError, match="processes have several devices each, so mesh must be"):
         jax.eval_shape(program, good, at(0))

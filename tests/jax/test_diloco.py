@@ -328,7 +328,7 @@ def test_parameters_split_over_another_axis() -> None:
         ({"fragment_sync_delay": 6}, "it must be less than"),
         ({"fragment_update_alpha": 2}, "fragment_update_alpha is 2; it must be from 0 to 1"),
         ({"mean_over": "all"}, "mean_over is 'all'; it must be 'ranks' or 'senders'"),
-        ({"mean_over": "senders"}, "mean_over='senders' is of values of which each"),
+        ({"mean_over": "senders"}, "mean_over='senders' needs leaves of which each"),
         (
             {
                 "mean_over": "senders",
@@ -341,7 +341,7 @@ def test_parameters_split_over_another_axis() -> None:
             {"mean_over": "senders", "compressor": "topk", "algorithm": "sra"},
             "needs error feedback",
         ),
-        ({"name": ""}, "name is ''; give one"),
+        ({"name": ""}, "name is ''; it must not be empty"),
         ({"residual_decay": 0}, "residual_decay"),
         ({"bits": 1, "error_feedback": True}, "at 1 bit the error may be as large"),
         ({"bits": 9}, "bits"),
@@ -357,10 +357,10 @@ def test_bad_calls() -> None:
     loop = diloco("d", mesh=mesh, **loop_options(PLAIN))
     params, state = started(loop)
     with pytest.raises(
-        ValueError, match=r"\['bias'\] has shape \(12,\) here, not \(4, 12\): begin"
+        ValueError, match=r"\['bias'\] has shape \(12,\) here, not \(4, 12\): start"
     ):
         loop.outer(weights(), state)
-    with pytest.raises(ValueError, match="the state is another model's"):
+    with pytest.raises(ValueError, match="the state belongs to another model"):
         loop.outer({"a": params["head"]}, state)
     with pytest.raises(ValueError, match="needs the sizes of the axes"):
         diloco("d", **loop_options(PLAIN)).init(weights())

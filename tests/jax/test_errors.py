@@ -220,6 +220,6 @@ def test_timeout(monkeypatch: pytest.MonkeyPatch, text: str, seconds: float) -> 
 
 def test_a_block_whose_turn_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CGX_TIMEOUT", "0.05")
-    says = "block 2 of cgx_ops.jax.launching waits for block 1"
+    says = "block 2 of cgx_ops.jax.launching waited for block 1"
     with pytest.raises(CgxError, match=says), _Tickets().turn(_Ticket(2, 1)):
         pass

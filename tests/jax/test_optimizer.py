@@ -166,9 +166,9 @@ def largest_of_buckets(rows: Values) -> Values:
 def test_what_is_lost_comes_back(feedback: bool) -> None:
     """At two bits a bucket's largest value hides the others, in every step the same.
 
-    With feedback the steps' means add up to the gradients but for the residuals, and these stay
-    within the bound of docs/guides/jax.md, 2 / (n - 2) with n = 3. A step rounds fewer than 32 times, and
-    values of at most the gradients plus the residuals.
+    With feedback the sum of the steps' means differs from that of the gradients only by the
+    residuals. These stay within 2 / (n - 2) with n = 3, the bound of docs/guides/jax/optax.md. A
+    step rounds fewer than 32 times, and values of at most the gradients plus the residuals.
     """
     rows = normal(2, N, NUMEL) / 10
     rows[:, ::512] += 10

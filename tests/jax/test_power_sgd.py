@@ -343,7 +343,7 @@ def test_bad_states_and_gradients() -> None:
     step = program_of(optimizer, WEIGHTS, MESH)
     good: Any = optimizer.init(WEIGHTS)
     for q in (jnp.ones((20, 1)), jnp.ones((9, 2))):
-        with pytest.raises(ValueError, match=r"updates\['a'\].*the state is another model's"):
+        with pytest.raises(ValueError, match=r"updates\['a'\].*the state belongs to another model"):
             step(WEIGHTS, good._replace(q={**good.q, "a": q}), at(0))
     one = power_sgd("d", bits=32, rank=2, batched=True, mesh=MESH)
     other: Any = one.init(WEIGHTS)

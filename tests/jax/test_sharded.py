@@ -230,7 +230,7 @@ def test_plain_jit_without_specs_says_what_to_give() -> None:
 def test_refusals() -> None:
     on = mesh(2, 2)
     params, batch = placed(on, SHARED)
-    with pytest.raises(ValueError, match="mesh without in_specs"):
+    with pytest.raises(ValueError, match="mesh is given without in_specs"):
         value_and_grad(loss_of, "data", mesh=on)
     with pytest.raises(TypeError, match="2 arguments for 1 in_specs"):
         value_and_grad(loss_of, "data", mesh=on, in_specs=(P(),))(params, batch)

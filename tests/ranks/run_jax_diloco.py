@@ -129,7 +129,7 @@ def a_synchronisation_fails() -> None:
                 fails(RuntimeError, "disagree", lambda: jax.block_until_ready(foreign(values)))
                 state, failures = loop.skip(state), failures + 1
             elif RANK == 0 and step == applied:
-                words = "Go on with state = loop.skip(state), in all processes: FAILED_PRECONDITION"
+                words = "state = loop.skip(state), in all processes: FAILED_PRECONDITION"
                 fails(
                     jax.errors.JaxRuntimeError, words,
                     lambda loop=loop, p=params, s=state: loop.outer(p, s),

@@ -72,7 +72,7 @@ def other_bits_under_one_name() -> None:
 
 
 def programs_that_follow() -> None:
-    """XLA puts its own words in front of the cause, once for each; docs/explanation/failures.md explains it."""
+    """XLA prefixes the cause with its own text, once per program: docs/explanation/failures.md."""
     failed, follow = program(name="chain", bits=4 + RANK), jax.jit(lambda v: v + 1)
     text = fails(lambda: follow(follow(follow(failed()))), "psum_q 'chain#0' on rank")
     cause = text.rpartition("Error dispatching computation: ")[2]

@@ -90,7 +90,7 @@ def unreachable() -> None:
     initialize()
     text = error_of(check_mesh)
     assert "RuntimeError: cgx cannot connect JAX's processes" in text
-    assert "Let them reach each other, or pass carrier='xla'" in text
+    assert "Make them reachable from each other, or pass carrier='xla'" in text
     check_mesh(carrier="xla")
 
 
@@ -108,7 +108,7 @@ def one_never_comes() -> None:
     os.environ["CGX_TIMEOUT"] = "1"
     text = error_of(lambda: cgx_ops.jax.initialize(os.environ["COORDINATOR"], SIZE + 1, RANK))
     assert f"process {RANK} of {SIZE + 1} did not reach the others at " in text
-    assert "within 1 s: each must call it" in text
+    assert "within 1 s: each process must call initialize()" in text
     assert not jax.distributed.is_initialized()
     os.environ["CGX_TIMEOUT"] = before
 
@@ -138,7 +138,7 @@ def another_rank_than_that_of_mpirun() -> None:
     """All are told, and may initialize() again."""
     size, rank = (SIZE, 1) if RANK == 0 else (None, None)
     text = error_of(lambda: cgx_ops.jax.initialize(num_processes=size, process_id=rank))
-    assert "rank 0: this is process 1 of 2 by its arguments but rank 0 of 2 by mpirun" in text
+    assert "rank 0: this is process 1 of 2 by the arguments, but rank 0 of 2 under mpirun" in text
 
 
 def a_port_that_is_taken() -> None:

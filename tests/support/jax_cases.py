@@ -237,7 +237,7 @@ def sums_of(rows: Sequence[Values], ranks: list[list[int]]) -> list[Values]:
 def seed_of(
     key: jax.Array, leaf: int = 0, *, call: str = "allreduce over d: ", at: Sequence[int] = ()
 ) -> int:
-    """Return the seed that psum_q gives the core for one leaf, as docs/guides/jax.md says.
+    """Return the seed of one leaf in psum_q: see docs/guides/jax/collectives.md.
 
     call: verb, axes and name. at: the device's index along each other axis over which the leaf is
     known to vary, in the order of the axes' names.
