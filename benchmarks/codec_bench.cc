@@ -65,7 +65,7 @@ class Feedback {
   void encode() {
     const cgx::Shard& shard = layout_->shard(0);
     for (const cgx::Chunk& chunk : shard.chunks)
-      cgx::encode_chunk(plan_, shard, chunk, cgx::Way::kScatter, plan_.input, message_.data());
+      cgx::encode_chunk(plan_, shard, chunk, cgx::Stage::kScatter, plan_.input, message_.data());
   }
 
  private:

@@ -78,15 +78,16 @@ CodecSettings settings_of(const cgx_config_t& config, Dtype dtype) {
   return settings;
 }
 
-ByWay<CodecSettings> settings_by_way(const cgx_config_t& config, const CodecSettings& settings) {
-  ByWay<CodecSettings> ways;
-  ways.each.fill(settings);
-  if (settings.bits == kExactBits) return ways;
+PerStage<CodecSettings> settings_per_stage(const cgx_config_t& config,
+                                           const CodecSettings& settings) {
+  PerStage<CodecSettings> stages;
+  stages.each.fill(settings);
+  if (settings.bits == kExactBits) return stages;
   if (config.compressor != CGX_SIGN)
-    ways[Way::kIntra].bits =
+    stages[Stage::kIntra].bits =
         config.intra_bits != 0 ? static_cast<int>(config.intra_bits) : kExactBits;
-  if (config.gather_bits != 0) ways[Way::kGather].bits = static_cast<int>(config.gather_bits);
-  return ways;
+  if (config.gather_bits != 0) stages[Stage::kGather].bits = static_cast<int>(config.gather_bits);
+  return stages;
 }
 
 RoundingMode rounding_of(const cgx_config_t& config) {
@@ -115,7 +116,7 @@ void require_feedback(const cgx_config_t& config) {
   require(config.bits != kExactBits, CGX_INVALID_ARGUMENT,
           "error feedback with bits=32: there is no quantization error; leave it out, or use fewer "
           "bits");
-  check_feedback(settings_by_way(config, settings_of(config, Dtype::kFloat32)).each);
+  check_feedback(settings_per_stage(config, settings_of(config, Dtype::kFloat32)).each);
 }
 
 std::string describe_compressors() {

@@ -7,14 +7,15 @@
 #include "base/types.h"
 #include "cgx/config.h"
 #include "compressor/codec.h"
-#include "compressor/ways.h"
+#include "compressor/stage.h"
 
 namespace cgx {
 
 // Returns the encoder settings of a checked config, and its rounding.
 CodecSettings settings_of(const cgx_config_t& config, Dtype dtype);
 // Returns the settings per stage. Uncompressed values are uncompressed in all stages.
-ByWay<CodecSettings> settings_by_way(const cgx_config_t& config, const CodecSettings& settings);
+PerStage<CodecSettings> settings_per_stage(const cgx_config_t& config,
+                                           const CodecSettings& settings);
 RoundingMode rounding_of(const cgx_config_t& config);
 // Throws Error(CGX_INVALID_ARGUMENT) if the compressor does not support a field.
 void check_compressor(const cgx_config_t& config);

@@ -226,7 +226,7 @@ Plan make_plan(const cgx_collective_t& call, int rank, int size, BuffersUsed use
         given.numel < std::max<int64_t>(CGX_SMALLEST_COMPRESSED, config.minimal_size))
       codec.bits = kExactBits;
     if (config.compressor == CGX_RANDK) codec.seed = segment.seed;
-    segment.codecs = settings_by_way(config, codec);
+    segment.codecs = settings_per_stage(config, codec);
     if (segment.residual) check_feedback(segment.codecs.each);
     compressed |= given.bits != kExactBits;
     end = std::max(end, given.offset + given.numel);
@@ -249,7 +249,7 @@ Plan make_plan(const cgx_collective_t& call, int rank, int size, BuffersUsed use
 std::optional<uint64_t> shared_seeds(const Plan& plan) {
   std::optional<uint64_t> hash;
   for (const auto& segment : plan.segments) {
-    const CodecSettings& codec = segment.codecs[Way::kScatter];
+    const CodecSettings& codec = segment.codecs[Stage::kScatter];
     if (codec.bits != kExactBits && codec.compressor == CGX_RANDK)
       hash = fnv1a(std::as_bytes(std::span(&codec.seed, 1)), hash.value_or(0));
   }

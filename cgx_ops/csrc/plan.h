@@ -19,7 +19,7 @@
 #include "cgx/cgx.h"
 #include "cgx/verb.h"
 #include "compressor/codec.h"
-#include "compressor/ways.h"
+#include "compressor/stage.h"
 #include "config.h"
 
 namespace cgx {
@@ -37,7 +37,7 @@ struct Segment {
   const uint64_t* seed_at = nullptr;
   int64_t seed_number = 0;
   // Uncompressed values have the tensor's dtype, except for partial sums (resolve_algorithm).
-  ByWay<CodecSettings> codecs;
+  PerStage<CodecSettings> codecs;
 };
 
 // The limit on a collective's unread messages.
@@ -60,8 +60,9 @@ struct Plan {
   int64_t chunk_bytes = kChunkBytes;  // the limit on a message's encoded values
   int64_t unread_bytes = INT64_MAX;   // the limit on unread messages, equal on all ranks
 
-  Rounding rounding(const Segment& segment, uint64_t seed, Way way) const {
-    return {segment.rounding, seed, static_cast<uint32_t>(noise_rank), static_cast<uint32_t>(way)};
+  Rounding rounding(const Segment& segment, uint64_t seed, Stage stage) const {
+    return {segment.rounding, seed, static_cast<uint32_t>(noise_rank),
+            static_cast<uint32_t>(stage)};
   }
   // How many messages of this size peers may leave unread before sending stops.
   int most_unreleased(int64_t message_bytes) const {

@@ -22,7 +22,7 @@
 #include "buffers.h"
 #include "checks.h"
 #include "compressor/codec.h"
-#include "compressor/places.h"
+#include "compressor/indices.h"
 #include "kernel/kernels.h"
 
 namespace cgx {
@@ -129,9 +129,9 @@ void test_select(Data kind, int64_t numel, int64_t k) {
   order.resize(static_cast<size_t>(k));
   std::sort(order.begin(), order.end());
   for (const Kernels* target : available_kernels()) {
-    std::vector<uint32_t> places(static_cast<size_t>(k));
-    target->select_largest(values.data(), numel, k, places.data());
-    CHECK(places == order, join(target->name, " ", k, " of ", numel, " data ", int(kind)));
+    std::vector<uint32_t> indices(static_cast<size_t>(k));
+    target->select_largest(values.data(), numel, k, indices.data());
+    CHECK(indices == order, join(target->name, " ", k, " of ", numel, " data ", int(kind)));
   }
 }
 
@@ -341,40 +341,40 @@ void test_codecs() {
 // ---- 3. places ----
 
 std::string read_error(const std::vector<std::byte>& bytes, int64_t numel, int64_t count) {
-  std::vector<uint32_t> places(static_cast<size_t>(count));
-  return error_of([&] { read_places(bytes.data(), numel, places); }, CGX_INVALID_ARGUMENT);
+  std::vector<uint32_t> indices(static_cast<size_t>(count));
+  return error_of([&] { read_indices(bytes.data(), numel, indices); }, CGX_INVALID_ARGUMENT);
 }
 
-void test_places() {
+void test_indices() {
   std::mt19937 random(1);
   for (const int64_t numel : {int64_t{1}, int64_t{2}, int64_t{64}, int64_t{65}, int64_t{4096},
                               int64_t{100003}, (int64_t{1} << 32) - 1}) {
     for (const int64_t count : {int64_t{1}, int64_t{3}, int64_t{64}, int64_t{1000}}) {
       if (count > numel) continue;
-      std::vector<uint32_t> places;
-      while (static_cast<int64_t>(places.size()) < count) {  // some at both ends
+      std::vector<uint32_t> indices;
+      while (static_cast<int64_t>(indices.size()) < count) {  // some at both ends
         const uint64_t drawn = (uint64_t{random()} << 32 | random()) % static_cast<uint64_t>(numel);
-        const bool first = places.empty();
-        places.push_back(static_cast<uint32_t>(first ? numel - 1 : drawn));
-        std::sort(places.begin(), places.end());
-        places.erase(std::unique(places.begin(), places.end()), places.end());
+        const bool first = indices.empty();
+        indices.push_back(static_cast<uint32_t>(first ? numel - 1 : drawn));
+        std::sort(indices.begin(), indices.end());
+        indices.erase(std::unique(indices.begin(), indices.end()), indices.end());
       }
       const std::string where = join(count, " of ", numel);
-      std::vector<std::byte> bytes(static_cast<size_t>(places_bytes(numel, count)));
-      write_places(places, numel, bytes.data());
-      std::vector<uint32_t> again(places.size());
-      read_places(bytes.data(), numel, again);
-      CHECK(again == places, where);
+      std::vector<std::byte> bytes(static_cast<size_t>(indices_bytes(numel, count)));
+      write_indices(indices, numel, bytes.data());
+      std::vector<uint32_t> again(indices.size());
+      read_indices(bytes.data(), numel, again);
+      CHECK(again == indices, where);
       // No more than the information and two bits a place.
       const double bits = std::log2(static_cast<double>(numel) / static_cast<double>(count)) + 3;
       CHECK(static_cast<double>(bytes.size()) <= static_cast<double>(count) * bits / 8 + 2, where);
     }
   }
   // 4 of 64: 4 low bits each in 2 bytes; then bits 0, 2, 4, 6 of the high ones in 1.
-  const std::vector<uint32_t> places = {1, 17, 33, 49};
+  const std::vector<uint32_t> indices = {1, 17, 33, 49};
   std::vector<std::byte> bytes(3);
-  CHECK(places_bytes(64, 4) == 3, "bytes");
-  write_places(places, 64, bytes.data());
+  CHECK(indices_bytes(64, 4) == 3, "bytes");
+  write_indices(indices, 64, bytes.data());
   CHECK(bytes[0] == std::byte{0x11} && bytes[1] == std::byte{0x11} && bytes[2] == std::byte{0x55},
         "as in docs/reference/wire_format.md");
   const auto with = [&](uint8_t low, uint8_t middle, uint8_t high) {
@@ -396,7 +396,7 @@ int main() {
   cgx::test_targets();
   cgx::test_rotation();
   cgx::test_codecs();
-  cgx::test_places();
+  cgx::test_indices();
   std::string names;
   for (const cgx::Kernels* kernels : cgx::available_kernels())
     names += std::string(" ") + kernels->name;

@@ -27,7 +27,8 @@ void test_topology() {
   CHECK(topology.size() == 7 && topology.hosts() == 3 && topology.lanes() == 2, "counts");
   CHECK(topology.nested(), "three hosts");
   CHECK(topology.ranks_of(0) == (Hosts{0, 3}) && topology.ranks_of(1) == (Hosts{1, 2, 4}), "ranks");
-  CHECK(topology.place_of(3) == 1 && topology.place_of(4) == 2 && topology.host_of(5) == 2, "rank");
+  CHECK(topology.local_rank(3) == 1 && topology.local_rank(4) == 2 && topology.host_of(5) == 2,
+        "rank");
   CHECK(!cgx::Topology({0, 0, 0}).nested() && !cgx::Topology({0, 1, 2}).nested(), "one level");
   CHECK(cgx::number_hosts<std::string>({"b", "a", "b", "c"}) == (Hosts{0, 1, 0, 2}), "numbers");
 }

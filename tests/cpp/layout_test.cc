@@ -53,8 +53,8 @@ void check_layout(const Plan& plan, int shards) {
       int64_t scatter = 0, gather = 0, grains = 0;
       for (size_t i = chunk.first_piece; i < chunk.last_piece; ++i) {
         const Piece& piece = shard.pieces[i];
-        const auto& [scattered, scatter_at] = piece.coded[Way::kScatter];
-        const auto& [gathered, gather_at] = piece.coded[Way::kGather];
+        const auto& [scattered, scatter_at] = piece.coded[Stage::kScatter];
+        const auto& [gathered, gather_at] = piece.coded[Stage::kGather];
         const int64_t grain = std::max(scattered->sliced()->grain(), gathered->sliced()->grain());
         CHECK(piece.first_index % grain == 0, "cut inside a bucket");
         CHECK(scatter_at == scatter && gather_at == gather, "gap in the message");
@@ -63,9 +63,10 @@ void check_layout(const Plan& plan, int shards) {
         grains += (piece.numel + grain - 1) / grain;
         for (int64_t k = 0; k < piece.numel; ++k) ++seen[piece.input_at / width + k];
       }
-      for (const auto& [way, bytes] :
-           {std::pair(Way::kScatter, scatter), std::pair(Way::kGather, gather)})
-        CHECK(chunk.length[way].least == bytes && chunk.length[way].most == bytes, "wrong size");
+      for (const auto& [stage, bytes] :
+           {std::pair(Stage::kScatter, scatter), std::pair(Stage::kGather, gather)})
+        CHECK(chunk.length[stage].least == bytes && chunk.length[stage].most == bytes,
+              "wrong size");
       CHECK(std::max(scatter, gather) <= kChunkBytes || grains == 1, "chunk too large");
     }
     CHECK(next_piece == shard.pieces.size(), "pieces outside all chunks");

@@ -22,7 +22,7 @@
 #include "transport/own_descriptors.h"
 #include "transport/tcp_frames.h"
 #include "transport/tcp_handshake.h"
-#include "transport/tcp_meeting.h"
+#include "transport/tcp_rendezvous.h"
 #include "transport/transport.h"
 
 namespace {
@@ -187,14 +187,14 @@ bool let_in(const SocketAddress& address, const SipKey& key, int rank, int peer)
 }
 
 struct Parties {
-  std::vector<TcpMeeting> meetings;
+  std::vector<TcpRendezvous> rendezvous;
   std::vector<TcpOffer> offers;
   SipKey key{};
 };
 Parties parties(int size) {
   Parties all;
   for (int rank = 0; rank < size; ++rank) {
-    all.offers.push_back(all.meetings.emplace_back(rank).offer());
+    all.offers.push_back(all.rendezvous.emplace_back(rank).offer());
     for (size_t i = 0; i < all.key.size(); ++i) all.key[i] ^= all.offers.back().share[i];
   }
   return all;
@@ -212,13 +212,13 @@ void ranks_meet_while_strangers_knock() {
   strangers.push_back(connected_to(door));
   send(strangers.back().get(), garbage.data(), garbage.size(), MSG_NOSIGNAL);
   connected_to(door);  // a scan of ports
-  std::vector<TcpMeeting::Met> met(kSize);
+  std::vector<TcpRendezvous::Connected> met(kSize);
   std::vector<std::vector<bool>> wants(kSize, std::vector<bool>(kSize, true));
   wants[1][3] = wants[3][1] = false;  // so that rank 1 is done before rank 3 comes
   std::atomic<bool> foreign_let_in = true, last_may_come = false;
   in_threads(kSize, [&](int rank) {
     while (rank == 3 && !last_may_come) std::this_thread::sleep_for(milliseconds(1));
-    met[rank] = all.meetings[rank].meet(all.offers, {wants[rank], kLimit});
+    met[rank] = all.rendezvous[rank].connect(all.offers, {wants[rank], kLimit});
     if (rank != 1) return;
     foreign_let_in = let_in(door, {all.key[0], all.key[1] ^ 1}, 3, 0);
     let_in(door, all.key, 1, 0);  // it is there already
@@ -247,14 +247,14 @@ void ranks_meet_while_strangers_knock() {
 
 // So many that the first ones must leave: none of them keeps a rank out.
 void a_crowd_keeps_nobody_out() {
-  std::vector<TcpMeeting> meetings;
-  for (int rank = 0; rank < 2; ++rank) meetings.emplace_back(rank);
-  const std::vector<TcpOffer> offers{meetings[0].offer(), meetings[1].offer()};
-  std::vector<TcpMeeting::Met> met(2);
+  std::vector<TcpRendezvous> rendezvous;
+  for (int rank = 0; rank < 2; ++rank) rendezvous.emplace_back(rank);
+  const std::vector<TcpOffer> offers{rendezvous[0].offer(), rendezvous[1].offer()};
+  std::vector<TcpRendezvous::Connected> met(2);
   std::vector<FileDescriptor> crowd;
-  std::thread first([&] { met[0] = meetings[0].meet(offers, {{true, true}, kLimit}); });
+  std::thread first([&] { met[0] = rendezvous[0].connect(offers, {{true, true}, kLimit}); });
   for (int i = 0; i < 150; ++i) crowd.push_back(connected_to(offers[0].addresses[0]));
-  met[1] = meetings[1].meet(offers, {{true, true}, kLimit});
+  met[1] = rendezvous[1].connect(offers, {{true, true}, kLimit});
   first.join();
   CHECK(met[0].connections[1].get() >= 0, "they met");
   CHECK(met[0].strangers == 150, join(met[0].strangers, " strangers"));
@@ -264,14 +264,14 @@ void a_crowd_keeps_nobody_out() {
 void who_gave_up_comes_again() {
   constexpr int kSize = 3;
   Parties all = parties(kSize);
-  std::vector<TcpMeeting::Met> met(kSize);
+  std::vector<TcpRendezvous::Connected> met(kSize);
   std::atomic<bool> gave_up = false, others_met = false;
   in_threads(kSize, [&](int rank) {
     if (rank == 1) gave_up = let_in(all.offers[0].addresses[0], all.key, 1, 0);  // and closes
     while (rank == 2 && !others_met) std::this_thread::sleep_for(milliseconds(1));
     std::vector<bool> wants(kSize, true);
     if (rank > 0) wants[3 - rank] = false;
-    met[rank] = all.meetings[rank].meet(all.offers, {wants, kLimit});
+    met[rank] = all.rendezvous[rank].connect(all.offers, {wants, kLimit});
     if (rank == 1) others_met = true;
   });
   CHECK(gave_up, "the first connection was proven");
@@ -286,17 +286,18 @@ void who_gave_up_comes_again() {
 }
 
 void who_is_missing_is_named_in_time() {
-  std::vector<TcpMeeting> meetings;
+  std::vector<TcpRendezvous> rendezvous;
   std::vector<TcpOffer> offers;
   for (int rank = 0; rank < 3; ++rank) {
-    meetings.emplace_back(rank);
-    offers.push_back(meetings.back().offer());
+    rendezvous.emplace_back(rank);
+    offers.push_back(rendezvous.back().offer());
   }
   const auto begin = Clock::now();
   in_threads(3, [&](int rank) {
     if (rank == 1) return;  // it listens, and says nothing
-    const std::string error = error_of(
-        [&] { meetings[rank].meet(offers, {{true, true, true}, milliseconds(500)}); }, CGX_SYSTEM);
+    const std::string error =
+        error_of([&] { rendezvous[rank].connect(offers, {{true, true, true}, milliseconds(500)}); },
+                 CGX_SYSTEM);
     CHECK(contains(error, rank == 0 ? "was not reached by rank 1" : "cannot reach rank 1 (127."),
           error);
     CHECK(contains(error, "CGX_SOCKET_IFNAME"), error);

@@ -31,13 +31,13 @@ Plan carried_plan(const cgx_collective_t& call, int rank, int size, BuffersUsed 
 // largest size, and stores the actual length in front.
 constexpr int64_t kLengthBytes = 8;
 
-int64_t room_of(const Chunk& chunk, Way way) {
-  return chunk.length[way].most + (chunk.sliced ? 0 : kLengthBytes);
+int64_t room_of(const Chunk& chunk, Stage stage) {
+  return chunk.length[stage].most + (chunk.sliced ? 0 : kLengthBytes);
 }
 
-int64_t bytes_of(const Shard& shard, Way way) {
+int64_t bytes_of(const Shard& shard, Stage stage) {
   int64_t sum = 0;
-  for (const Chunk& chunk : shard.chunks) sum += room_of(chunk, way);
+  for (const Chunk& chunk : shard.chunks) sum += room_of(chunk, stage);
   return sum;
 }
 
@@ -58,8 +58,8 @@ std::byte* cleared(std::span<std::byte> buffer, int64_t least, const char* what)
 }
 
 // The message of `source` at `bytes`.
-Encoded message_at(const Chunk& chunk, Way way, int source, const std::byte* bytes) {
-  const int64_t most = chunk.length[way].most;
+Encoded message_at(const Chunk& chunk, Stage stage, int source, const std::byte* bytes) {
+  const int64_t most = chunk.length[stage].most;
   if (chunk.sliced) return {source, {bytes, static_cast<size_t>(most)}};
   int64_t length;
   std::memcpy(&length, bytes, kLengthBytes);
@@ -75,7 +75,7 @@ Carried::Carried(const cgx_collective_t& call, int rank, int size, BuffersUsed u
     : plan_(carried_plan(call, rank, size, used)), seeds_(shared_seeds(plan_)), layout_(plan_) {}
 
 int64_t Carried::encoded_bytes(int owner) const {
-  return seeds_bytes() + bytes_of(layout_.shard(owner), Way::kScatter);
+  return seeds_bytes() + bytes_of(layout_.shard(owner), Stage::kScatter);
 }
 
 void Carried::check_seeds(int source, const std::byte* message) const {
@@ -83,8 +83,8 @@ void Carried::check_seeds(int source, const std::byte* message) const {
   uint64_t theirs;
   std::memcpy(&theirs, message, sizeof(theirs));
   require(theirs == *seeds_, CGX_MISMATCH, "ranks ", plan_.rank, " and ", source,
-          " disagree: the seed of the random indices ", *seeds_, " against ",
-          theirs, "; every rank must pass the same seed or key");
+          " disagree: the seed of the random indices ", *seeds_, " against ", theirs,
+          "; every rank must pass the same seed or key");
 }
 
 int64_t Carried::scatter_bytes(int owner) const {
@@ -93,7 +93,7 @@ int64_t Carried::scatter_bytes(int owner) const {
 
 int64_t Carried::gather_bytes(int owner) const {
   if (plan_.size == 1) return 0;
-  return one_shot() ? encoded_bytes(owner) : bytes_of(layout_.shard(owner), Way::kGather);
+  return one_shot() ? encoded_bytes(owner) : bytes_of(layout_.shard(owner), Stage::kGather);
 }
 
 void Carried::encode(std::span<std::byte> room) const {
@@ -110,9 +110,9 @@ void Carried::encode(std::span<std::byte> room) const {
     messages += seeds_bytes();
     for (const Chunk& chunk : shard.chunks) {
       std::byte* to = messages + (chunk.sliced ? 0 : kLengthBytes);
-      const int64_t bytes = encode_chunk(plan_, shard, chunk, Way::kScatter, plan_.input, to);
+      const int64_t bytes = encode_chunk(plan_, shard, chunk, Stage::kScatter, plan_.input, to);
       if (!chunk.sliced) std::memcpy(messages, &bytes, kLengthBytes);
-      messages += room_of(chunk, Way::kScatter);
+      messages += room_of(chunk, Stage::kScatter);
     }
   }
 }
@@ -136,9 +136,9 @@ void Carried::reduce(std::span<const std::byte> received, std::span<std::byte> r
   const Shard& shard = layout_.shard(plan_.rank);
   for (const Chunk& chunk : shard.chunks) {
     for (int rank = 0; rank < plan_.size; ++rank)
-      if (rank != plan_.rank) messages[rank] = message_at(chunk, Way::kScatter, rank, from(rank));
-    message += reducer.to_message(Way::kGather, shard, chunk, messages, plan_.input, message);
-    arrived += room_of(chunk, Way::kScatter);
+      if (rank != plan_.rank) messages[rank] = message_at(chunk, Stage::kScatter, rank, from(rank));
+    message += reducer.to_message(Stage::kGather, shard, chunk, messages, plan_.input, message);
+    arrived += room_of(chunk, Stage::kScatter);
   }
 }
 
@@ -157,9 +157,9 @@ void Carried::decode(std::span<const std::byte> received) const {
       const Shard& shard = layout_.shard(owner);
       const std::byte* message = gathered + owner * stride;
       for (const Chunk& chunk : shard.chunks) {
-        decode_chunk(plan_, shard, chunk, message_at(chunk, Way::kGather, owner, message),
+        decode_chunk(plan_, shard, chunk, message_at(chunk, Stage::kGather, owner, message),
                      plan_.output);
-        message += room_of(chunk, Way::kGather);
+        message += room_of(chunk, Stage::kGather);
       }
     }
     return;
@@ -171,9 +171,9 @@ void Carried::decode(std::span<const std::byte> received) const {
   const Shard& shard = layout_.shard(plan_.rank);
   for (const Chunk& chunk : shard.chunks) {
     for (int rank = 0; rank < plan_.size; ++rank)
-      messages[rank] = message_at(chunk, Way::kScatter, rank, gathered + rank * stride);
+      messages[rank] = message_at(chunk, Stage::kScatter, rank, gathered + rank * stride);
     reducer.to_values(shard, chunk, messages, nullptr, plan_.output);
-    gathered += room_of(chunk, Way::kScatter);
+    gathered += room_of(chunk, Stage::kScatter);
   }
 }
 

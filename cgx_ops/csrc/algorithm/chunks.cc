@@ -13,8 +13,8 @@ namespace {
 
 // Returns a piece's part of a chunk's message. Throws Error(CGX_PEER_FAILED) if the message is too
 // short.
-Encoded part_of(const Encoded& message, const Piece& piece, Way way) {
-  const auto [codec, at] = piece.coded[way];
+Encoded part_of(const Encoded& message, const Piece& piece, Stage stage) {
+  const auto [codec, at] = piece.coded[stage];
   const SlicedCodec* sliced = codec->sliced();
   if (!sliced) return message;
   const int64_t end = at + sliced->offset(piece.numel);
@@ -25,16 +25,16 @@ Encoded part_of(const Encoded& message, const Piece& piece, Way way) {
 
 // Encodes a block of sums, beginning at element `first` of the piece, to its offset in `message`.
 // Updates the residual if there is one.
-std::span<const std::byte> encode_sums(const Plan& plan, const Piece& piece, Way way,
+std::span<const std::byte> encode_sums(const Plan& plan, const Piece& piece, Stage stage,
                                        const float* sums, int64_t first, int64_t numel,
                                        std::byte* message) {
-  const auto [codec, at] = piece.coded[way];
+  const auto [codec, at] = piece.coded[stage];
   const SlicedCodec* sliced = codec->sliced();
   std::byte* to = message + at + (sliced ? sliced->offset(first) : 0);
   const int64_t bytes = piece.residual
-                            ? encode_sums_keeping(plan, piece, way, sums, first, numel, to)
+                            ? encode_sums_with_residual(plan, piece, stage, sums, first, numel, to)
                             : codec->encode(Dtype::kFloat32, sums, numel, piece.first_index + first,
-                                            plan.rounding(*piece.segment, piece.seed, way), to);
+                                            plan.rounding(*piece.segment, piece.seed, stage), to);
   return {to, static_cast<size_t>(bytes)};
 }
 
@@ -68,21 +68,21 @@ void vote(const Codec& codec, Dtype from_type, const void* from, int64_t numel, 
 void vote_alone(const Plan& plan, const Segment& segment, const std::byte* input,
                 std::byte* output) {
   std::vector<std::byte> bytes;
-  vote(*make_codec(segment.codecs[Way::kGather]), plan.dtype, input, segment.numel, plan.dtype,
+  vote(*make_codec(segment.codecs[Stage::kGather]), plan.dtype, input, segment.numel, plan.dtype,
        output, bytes);
 }
 
 }  // namespace
 
-int64_t encode_chunk(const Plan& plan, const Shard& shard, const Chunk& chunk, Way way,
+int64_t encode_chunk(const Plan& plan, const Shard& shard, const Chunk& chunk, Stage stage,
                      const std::byte* input, std::byte* message, int block) {
   int64_t end = 0;
   for (const Piece& piece : shard.pieces_of(chunk)) {
-    const auto [codec, at] = piece.coded[way];
+    const auto [codec, at] = piece.coded[stage];
     const std::byte* values = input + piece.input_at;
-    const Rounding rounding = plan.rounding(*piece.segment, block_seed(piece.seed, block), way);
+    const Rounding rounding = plan.rounding(*piece.segment, block_seed(piece.seed, block), stage);
     end = at + (piece.residual
-                    ? encode_with_residual(plan, piece, way, values, rounding, message + at)
+                    ? encode_with_residual(plan, piece, stage, values, rounding, message + at)
                     : codec->encode(plan.dtype, values, piece.numel, piece.first_index, rounding,
                                     message + at));
   }
@@ -92,7 +92,7 @@ int64_t encode_chunk(const Plan& plan, const Shard& shard, const Chunk& chunk, W
 void decode_chunk(const Plan& plan, const Shard& shard, const Chunk& chunk, const Encoded& message,
                   std::byte* output) {
   for (const Piece& piece : shard.pieces_of(chunk))
-    decode(*piece.coded[Way::kGather].codec, part_of(message, piece, Way::kGather), piece.numel,
+    decode(*piece.coded[Stage::kGather].codec, part_of(message, piece, Stage::kGather), piece.numel,
            piece.first_index, plan.dtype, output + piece.output_at);
 }
 
@@ -102,7 +102,7 @@ void pass_through(const Plan& plan) {
     if (bytes == 0) continue;
     const std::byte* input = plan.input + segment.input_at;
     std::byte* output = plan.output + segment.output_at;
-    if (votes(segment.codecs[Way::kGather]))
+    if (votes(segment.codecs[Stage::kGather]))
       vote_alone(plan, segment, input, output);
     else if (plan.divides_alone() || segment.residual)
       compute_alone(plan, segment, input, output);
@@ -117,19 +117,19 @@ void ChunkReducer::reduce(const Shard& shard, const Chunk& chunk, Messages intra
                           const std::byte* own, bool divide, const Emit& emit) {
   for (const Piece& piece : shard.pieces_of(chunk)) {
     contributions_.clear();
-    const bool by_vote = votes(piece.segment->codecs[Way::kGather]);
-    const auto add = [&](Messages encoded, Way way) {
+    const bool by_vote = votes(piece.segment->codecs[Stage::kGather]);
+    const auto add = [&](Messages encoded, Stage stage) {
       for (const Encoded& message : encoded) {
         if (message.source == kOwnValues.source && by_vote)
           contributions_.push_back(own_vote(piece, own + piece.input_at));
         else if (message.source == kOwnValues.source)
           contributions_.push_back({{message.source, {own + piece.input_at, 0}}, nullptr});
         else
-          contributions_.push_back({part_of(message, piece, way), piece.coded[way].codec});
+          contributions_.push_back({part_of(message, piece, stage), piece.coded[stage].codec});
       }
     };
-    add(intra, Way::kIntra);
-    add(messages, Way::kScatter);
+    add(intra, Stage::kIntra);
+    add(messages, Stage::kScatter);
     reducer_.reduce(
         plan_, piece, contributions_, divide,
         [&](const float* sums, int64_t first, int64_t numel) { emit(piece, sums, first, numel); });
@@ -137,7 +137,7 @@ void ChunkReducer::reduce(const Shard& shard, const Chunk& chunk, Messages intra
 }
 
 Contribution ChunkReducer::own_vote(const Piece& piece, const std::byte* own) {
-  const Codec& codec = *piece.coded[Way::kGather].codec;
+  const Codec& codec = *piece.coded[Stage::kGather].codec;
   vote_.resize(codec.max_bytes(piece.numel));
   codec.encode(plan_.dtype, own, piece.numel, piece.first_index, {}, vote_.data());
   return {{kOwnValues.source, vote_}, &codec};
@@ -151,25 +151,26 @@ void ChunkReducer::to_values(const Shard& shard, const Chunk& chunk, Messages me
            // Values that are added without being encoded have no quantization error.
            if (own && piece.residual)
              std::memset(piece.residual + plan_.bytes(first), 0, plan_.bytes(numel));
-           if (votes(piece.segment->codecs[Way::kGather]))
-             vote(*piece.coded[Way::kGather].codec, Dtype::kFloat32, sums, numel, plan_.dtype, to,
+           if (votes(piece.segment->codecs[Stage::kGather]))
+             vote(*piece.coded[Stage::kGather].codec, Dtype::kFloat32, sums, numel, plan_.dtype, to,
                   result_);
            else
              kernels().convert(Dtype::kFloat32, sums, plan_.dtype, to, numel);
          });
 }
 
-int64_t ChunkReducer::to_message(Way way, const Shard& shard, const Chunk& chunk, Messages messages,
-                                 const std::byte* own, std::byte* message, std::byte* output,
-                                 Messages intra) {
+int64_t ChunkReducer::to_message(Stage stage, const Shard& shard, const Chunk& chunk,
+                                 Messages messages, const std::byte* own, std::byte* message,
+                                 std::byte* output, Messages intra) {
   int64_t end = 0;
-  reduce(shard, chunk, intra, messages, own, /*divide=*/way == Way::kGather,
+  reduce(shard, chunk, intra, messages, own, /*divide=*/stage == Stage::kGather,
          [&](const Piece& piece, const float* sums, int64_t first, int64_t numel) {
-           const auto encoded = encode_sums(plan_, piece, way, sums, first, numel, message);
+           const auto encoded = encode_sums(plan_, piece, stage, sums, first, numel, message);
            end = encoded.data() + encoded.size() - message;
            if (output)
-             piece.coded[way].codec->decode(encoded, numel, piece.first_index + first, plan_.dtype,
-                                            output + piece.output_at + plan_.bytes(first));
+             piece.coded[stage].codec->decode(encoded, numel, piece.first_index + first,
+                                              plan_.dtype,
+                                              output + piece.output_at + plan_.bytes(first));
          });
   return end;
 }

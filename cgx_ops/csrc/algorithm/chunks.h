@@ -19,7 +19,7 @@
 namespace cgx {
 
 // `block`: the block of a reduce_scatter's input. Each block has its own noise.
-int64_t encode_chunk(const Plan& plan, const Shard& shard, const Chunk& chunk, Way way,
+int64_t encode_chunk(const Plan& plan, const Shard& shard, const Chunk& chunk, Stage stage,
                      const std::byte* input, std::byte* message, int block = 0);
 
 // Decodes reduced values.
@@ -42,7 +42,7 @@ class ChunkReducer {
                  std::byte* output);
   // kGather: encodes the sum; `output`, if not null, gets the decoded message. kScatter: encodes a
   // partial sum for the next rank; does not divide for avg.
-  int64_t to_message(Way way, const Shard& shard, const Chunk& chunk, Messages messages,
+  int64_t to_message(Stage stage, const Shard& shard, const Chunk& chunk, Messages messages,
                      const std::byte* own, std::byte* message, std::byte* output = nullptr,
                      Messages intra = {});
 

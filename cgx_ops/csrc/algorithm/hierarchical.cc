@@ -66,7 +66,7 @@ class Hierarchical : public Algorithm {
         hosts_(topology_.hosts()),
         lanes_(topology_.lanes()),
         host_(topology_.host_of(plan_.rank)),
-        place_(topology_.place_of(plan_.rank)),
+        local_rank_(topology_.local_rank(plan_.rank)),
         most_unreleased_(
             std::max(std::min(kFewUnreleased, plan_.most_unreleased(layout_.longest_message())),
                      (lanes_ + 2) * hosts_)),
@@ -74,11 +74,11 @@ class Hierarchical : public Algorithm {
         reducers_(threads_.size(), ChunkReducer(plan_)) {
     for (const int rank : topology_.ranks_of(host_)) add_neighbour(rank);
     choose_next();
-    if (place_ >= lanes_) return;
-    if (neighbours_.size() > 1) passed_on_.emplace(layout_, topology_, host_, place_);
+    if (local_rank_ >= lanes_) return;
+    if (neighbours_.size() > 1) passed_on_.emplace(layout_, topology_, host_, local_rank_);
     shards_ = std::vector<LaneShard>(hosts_);
     for (int host = 0; host < hosts_; ++host)
-      shards_[host].shard = &layout_.shard(topology_.shard_of(host, place_));
+      shards_[host].shard = &layout_.shard(topology_.shard_of(host, local_rank_));
     for (int host = 0; host < hosts_; ++host)
       if (host != host_) awaited_[partner(host)] = shards_[host].size() + shards_[host_].size();
   }
@@ -107,18 +107,18 @@ class Hierarchical : public Algorithm {
   std::optional<Length> due(int source, int part) const override {
     const int host = topology_.host_of(source);
     if (host == host_) {
-      const Neighbour& from = neighbours_[topology_.place_of(source)];
+      const Neighbour& from = neighbours_[topology_.local_rank(source)];
       const auto& walk = part == kScatter ? from.values_from : from.results_due;
       if (!walk || walk->done()) return {};
-      return walk->chunk().length[part == kScatter ? Way::kIntra : Way::kGather];
+      return walk->chunk().length[part == kScatter ? Stage::kIntra : Stage::kGather];
     }
-    if (place_ >= lanes_ || source != partner(host)) return {};
+    if (local_rank_ >= lanes_ || source != partner(host)) return {};
     const LaneShard& mine = shards_[host_];
     const LaneShard& theirs = shards_[host];
     const size_t next = part == kScatter ? mine.reduced + theirs.sums.size() : theirs.arrived;
     const auto& chunks = (part == kScatter ? mine : theirs).shard->chunks;
     if (next >= chunks.size()) return {};
-    return chunks[next].length[part == kScatter ? Way::kScatter : Way::kGather];
+    return chunks[next].length[part == kScatter ? Stage::kScatter : Stage::kGather];
   }
 
   void take(int part, Arrival arrival) override {
@@ -127,12 +127,12 @@ class Hierarchical : public Algorithm {
     --awaited_[source];
     if (part == kGather) {
       if (near)
-        neighbours_[topology_.place_of(source)].results_due->advance();
+        neighbours_[topology_.local_rank(source)].results_due->advance();
       else
         ++shards_[host].arrived;
       gathered_.push_back(std::move(arrival));
     } else if (near) {
-      Neighbour& from = neighbours_[topology_.place_of(source)];
+      Neighbour& from = neighbours_[topology_.local_rank(source)];
       from.values[from.values_from->owner()].push_back(std::move(arrival));
       from.values_from->advance();
     } else {
@@ -144,22 +144,22 @@ class Hierarchical : public Algorithm {
     Neighbour& added = neighbours_.emplace_back();
     added.rank = rank;
     if (rank == plan_.rank) return;
-    const int place = topology_.place_of(rank);
-    if (place < lanes_) {
-      added.values_to.emplace(layout_, topology_, host_, place);
-      added.results_due.emplace(layout_, topology_, host_, place);
+    const int local_rank = topology_.local_rank(rank);
+    if (local_rank < lanes_) {
+      added.values_to.emplace(layout_, topology_, host_, local_rank);
+      added.results_due.emplace(layout_, topology_, host_, local_rank);
       added.results_from.emplace(*added.results_due);
       awaited_[rank] += added.results_from->messages();
     }
-    if (place_ < lanes_) {
-      added.values_from.emplace(layout_, topology_, host_, place_);
+    if (local_rank_ < lanes_) {
+      added.values_from.emplace(layout_, topology_, host_, local_rank_);
       added.values = std::vector<std::deque<Arrival>>(hosts_);
       awaited_[rank] += added.values_from->messages();
     }
   }
 
   // The rank of my lane on another host.
-  int partner(int host) const { return topology_.ranks_of(host)[place_]; }
+  int partner(int host) const { return topology_.ranks_of(host)[local_rank_]; }
   bool reduced() const {
     return std::all_of(shards_.begin(), shards_.end(),
                        [](const LaneShard& each) { return each.reduced == each.size(); });
@@ -170,7 +170,7 @@ class Hierarchical : public Algorithm {
   void choose_next() {
     next_ = nullptr;
     for (size_t step = 1; step < neighbours_.size(); ++step) {
-      Neighbour& other = neighbours_[(place_ + step) % neighbours_.size()];
+      Neighbour& other = neighbours_[(local_rank_ + step) % neighbours_.size()];
       if (!other.values_to || other.values_to->done()) continue;
       if (!next_ || other.values_to->chunk_index() < next_->values_to->chunk_index())
         next_ = &other;
@@ -184,13 +184,13 @@ class Hierarchical : public Algorithm {
       LaneWalk& walk = *next_->values_to;
       const Chunk& chunk = walk.chunk();
       jobs_.push_back(
-          {next_->rank, &walk.shard(), &chunk, port.allocate(chunk.length[Way::kIntra].most)});
+          {next_->rank, &walk.shard(), &chunk, port.allocate(chunk.length[Stage::kIntra].most)});
       walk.advance();
       choose_next();
     }
     threads_.for_each(static_cast<int>(jobs_.size()), [&](int i) {
       auto& [peer, shard, chunk, buffer, bytes] = jobs_[i];
-      bytes = encode_chunk(plan_, *shard, *chunk, Way::kIntra, plan_.input, buffer->data);
+      bytes = encode_chunk(plan_, *shard, *chunk, Stage::kIntra, plan_.input, buffer->data);
     });
     for (const auto& [peer, shard, chunk, buffer, bytes] : jobs_)
       port.send(peer, kScatter, buffer, bytes);
@@ -218,12 +218,12 @@ class Hierarchical : public Algorithm {
     const auto ready = static_cast<int>(std::min<size_t>(ready_to_reduce(owner), threads_.size()));
     if (ready == 0) return false;
     const bool mine = owner == host_;
-    const Way way = mine ? Way::kGather : Way::kScatter;
+    const Stage stage = mine ? Stage::kGather : Stage::kScatter;
     LaneShard& of = shards_[owner];
     jobs_.clear();
     for (int i = 0; i < ready; ++i) {
       const Chunk& chunk = of.shard->chunks[of.reduced++];
-      jobs_.push_back({plan_.rank, of.shard, &chunk, port.allocate(chunk.length[way].most)});
+      jobs_.push_back({plan_.rank, of.shard, &chunk, port.allocate(chunk.length[stage].most)});
     }
     threads_.for_each(ready, [&](int i) {
       auto& [peer, shard, chunk, buffer, bytes] = jobs_[i];
@@ -233,7 +233,7 @@ class Hierarchical : public Algorithm {
                                           : Encoded{from.rank, from.values[owner][i].bytes});
       for (int host = 0; host < hosts_ && mine; ++host)
         if (host != host_) sums.push_back({partner(host), shards_[host].sums[i].bytes});
-      bytes = reducers_[i].to_message(way, *shard, *chunk, sums, plan_.input, buffer->data,
+      bytes = reducers_[i].to_message(stage, *shard, *chunk, sums, plan_.input, buffer->data,
                                       mine ? plan_.output : nullptr, intra);
     });
     for (const auto& [peer, shard, chunk, buffer, bytes] : jobs_) {
@@ -265,7 +265,7 @@ class Hierarchical : public Algorithm {
     for (int i = 0; i < ready; ++i) {
       const int source = gathered_[i].source, host = topology_.host_of(source);
       if (host == host_) {
-        LaneWalk& walk = *neighbours_[topology_.place_of(source)].results_from;
+        LaneWalk& walk = *neighbours_[topology_.local_rank(source)].results_from;
         jobs_.push_back({source, &walk.shard(), &walk.chunk(), nullptr});
         walk.advance();
       } else {
@@ -315,8 +315,8 @@ class Hierarchical : public Algorithm {
   const Plan plan_;
   const Topology& topology_;
   const Layout layout_;
-  const int hosts_, lanes_, host_, place_;  // place_: my rank on my host, and my lane if I am in
-                                            // one
+  const int hosts_, lanes_, host_, local_rank_;  // place_: my rank on my host, and my lane if I am
+                                                 // in one
   const int most_unreleased_;
   std::vector<Neighbour> neighbours_;   // by rank on the host
   Neighbour* next_ = nullptr;           // the next destination of phase 1; null: phase 1 is done
@@ -331,17 +331,17 @@ class Hierarchical : public Algorithm {
 // The largest payload that this rank sends.
 int64_t bytes_sent(const Plan& plan, const Layout& layout) {
   const Topology& topology = *plan.topology;
-  const int host = topology.host_of(plan.rank), place = topology.place_of(plan.rank);
+  const int host = topology.host_of(plan.rank), local_rank = topology.local_rank(plan.rank);
   const int64_t neighbours = static_cast<int64_t>(topology.ranks_of(host).size()) - 1;
   int64_t sum = 0;
   for (int owner = 0; owner < topology.hosts(); ++owner) {
     for (int lane = 0; lane < topology.lanes(); ++lane) {
       const Shard& shard = layout.shard(topology.shard_of(owner, lane));
-      const int64_t reduced = shard.bytes(Way::kGather);
-      if (lane != place)
-        sum += shard.bytes(Way::kIntra);
+      const int64_t reduced = shard.bytes(Stage::kGather);
+      if (lane != local_rank)
+        sum += shard.bytes(Stage::kIntra);
       else if (owner != host)
-        sum += shard.bytes(Way::kScatter) + neighbours * reduced;
+        sum += shard.bytes(Stage::kScatter) + neighbours * reduced;
       else
         sum += (topology.hosts() - 1 + neighbours) * reduced;
     }

@@ -16,9 +16,9 @@ int64_t grain_of(const Codec& codec, const Segment& segment) {
 
 }  // namespace
 
-int64_t Shard::bytes(Way way) const {
+int64_t Shard::bytes(Stage stage) const {
   int64_t sum = 0;
-  for (const Chunk& chunk : chunks) sum += chunk.length[way].most;
+  for (const Chunk& chunk : chunks) sum += chunk.length[stage].most;
   return sum;
 }
 
@@ -53,27 +53,29 @@ int64_t Layout::longest_message() const {
   int64_t longest = 0;
   for (const Shard& shard : shards_)
     for (const Chunk& chunk : shard.chunks)
-      for (const Way way : {Way::kScatter, Way::kGather, Way::kIntra})
-        if (way != Way::kIntra || has_intra_) longest = std::max(longest, chunk.length[way].most);
+      for (const Stage stage : {Stage::kScatter, Stage::kGather, Stage::kIntra})
+        if (stage != Stage::kIntra || has_intra_)
+          longest = std::max(longest, chunk.length[stage].most);
   return longest;
 }
 
 void Layout::append(Shard* shard, const Segment& segment, int64_t first, int64_t last) {
-  ByWay<const Codec*> codecs;
+  PerStage<const Codec*> codecs;
   int64_t grain = 1;
   bool sliced = true;
-  for (size_t way = 0; way < codecs.each.size(); ++way) {
-    codecs.each[way] = codec(segment.codecs.each[way]);
-    grain = std::max(grain, grain_of(*codecs.each[way], segment));
-    sliced &= codecs.each[way]->sliced() != nullptr;
+  for (size_t stage = 0; stage < codecs.each.size(); ++stage) {
+    codecs.each[stage] = codec(segment.codecs.each[stage]);
+    grain = std::max(grain, grain_of(*codecs.each[stage], segment));
+    sliced &= codecs.each[stage]->sliced() != nullptr;
   }
   const int64_t grain_bytes =
-      std::max(codecs[Way::kScatter]->max_bytes(grain), codecs[Way::kGather]->max_bytes(grain));
+      std::max(codecs[Stage::kScatter]->max_bytes(grain), codecs[Stage::kGather]->max_bytes(grain));
   while (first < last) {
     const Chunk* open = shard->chunks.empty() ? nullptr : &shard->chunks.back();
-    const int64_t used = open && sliced && open->sliced ? std::max(open->length[Way::kScatter].most,
-                                                                   open->length[Way::kGather].most)
-                                                        : chunk_bytes_;
+    const int64_t used =
+        open && sliced && open->sliced
+            ? std::max(open->length[Stage::kScatter].most, open->length[Stage::kGather].most)
+            : chunk_bytes_;
     int64_t room = (chunk_bytes_ - used) / grain_bytes;
     if (room <= 0) {
       shard->chunks.push_back({shard->pieces.size(), shard->pieces.size(), {}, sliced});
@@ -90,10 +92,10 @@ void Layout::append(Shard* shard, const Segment& segment, int64_t first, int64_t
                 segment.seed,
                 {},
                 &segment};
-    for (size_t way = 0; way < codecs.each.size(); ++way) {
-      Length& length = chunk.length.each[way];
-      piece.coded.each[way] = {codecs.each[way], length.most};
-      length.most += codecs.each[way]->max_bytes(numel);
+    for (size_t stage = 0; stage < codecs.each.size(); ++stage) {
+      Length& length = chunk.length.each[stage];
+      piece.coded.each[stage] = {codecs.each[stage], length.most};
+      length.most += codecs.each[stage]->max_bytes(numel);
       length.least = sliced ? length.most : 0;
     }
     shard->pieces.push_back(piece);
@@ -113,7 +115,7 @@ int64_t fitting_chunk_bytes(const Plan& plan, int64_t most) {
   constexpr int64_t kChunksOfShard = 8;
   int64_t bytes = 0;  // values only, without bucket headers
   for (const Segment& segment : plan.segments) {
-    const CodecSettings& codec = segment.codecs[Way::kScatter];
+    const CodecSettings& codec = segment.codecs[Stage::kScatter];
     const auto width = static_cast<int>(size_of(codec.dtype));
     const int bits = std::min(codec.bits, 8 * width);
     bytes += segment.numel / 8 * bits;

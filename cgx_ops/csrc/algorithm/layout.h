@@ -34,14 +34,14 @@ struct Piece {
   int64_t numel;
   int64_t first_index;  // index of the first element in its segment
   uint64_t seed;
-  ByWay<Coded> coded;
+  PerStage<Coded> coded;
   const Segment* segment;  // in the plan
 };
 
 struct Chunk {
   size_t first_piece;
   size_t last_piece;  // exclusive
-  ByWay<Length> length;
+  PerStage<Length> length;
   bool sliced;  // otherwise it is one piece, whose length is known after encoding
 };
 
@@ -53,7 +53,7 @@ struct Shard {
     return std::span(pieces).subspan(chunk.first_piece, chunk.last_piece - chunk.first_piece);
   }
   // The largest total size of the messages of a stage.
-  int64_t bytes(Way way) const;
+  int64_t bytes(Stage stage) const;
 };
 
 class Layout {

@@ -29,7 +29,7 @@ class OneShot : public Algorithm {
         reducer_(plan_),
         most_unreleased_(plan_.most_unreleased(layout_.longest_message())) {
     int64_t bytes = 0;
-    for (const auto& chunk : chunks()) bytes += chunk.length[Way::kScatter].most;
+    for (const auto& chunk : chunks()) bytes += chunk.length[Stage::kScatter].most;
     is_eager_ = bytes <= kEagerBytes && chunks().size() <= 1;
   }
 
@@ -65,23 +65,23 @@ class OneShot : public Algorithm {
   std::optional<Length> due(int source, int part) const override {
     const size_t next = reduced_ + arrived_[source].size();
     if (is_eager_ || part != 0 || next >= chunks().size()) return {};
-    return chunks()[next].length[Way::kScatter];
+    return chunks()[next].length[Stage::kScatter];
   }
   void take(int, Arrival arrival) override {
     arrived_[arrival.source].push_back(std::move(arrival));
   }
   bool awaits_eager(int, size_t bytes) const override {
     if (!is_eager_ || chunks().empty()) return bytes == 0;
-    return chunks()[0].length[Way::kScatter].fits(static_cast<int64_t>(bytes));
+    return chunks()[0].length[Stage::kScatter].fits(static_cast<int64_t>(bytes));
   }
   void take_eager(int source, Bytes payload) override { eager_[source] = std::move(payload); }
 
   const Shard& shard() const { return layout_.shard(plan_.rank); }  // everything
   const std::vector<Chunk>& chunks() const { return shard().chunks; }
 
-  static int64_t most(const Chunk& chunk) { return chunk.length[Way::kScatter].most; }
+  static int64_t most(const Chunk& chunk) { return chunk.length[Stage::kScatter].most; }
   int64_t encode(const Chunk& chunk, std::byte* to) const {
-    return encode_chunk(plan_, shard(), chunk, Way::kScatter, plan_.input, to);
+    return encode_chunk(plan_, shard(), chunk, Stage::kScatter, plan_.input, to);
   }
 
   // Whether a rank's message of the next chunk to be summed is available.
@@ -129,7 +129,7 @@ const AlgorithmEntry kOneShot = {
     /*sliced=*/false,
     [](const Plan&) { return 1; },
     [](const Plan& plan, const Layout& layout) {
-      return (plan.size - 1) * layout.shard(0).bytes(Way::kScatter);
+      return (plan.size - 1) * layout.shard(0).bytes(Stage::kScatter);
     },
     [](Plan plan) -> std::unique_ptr<Algorithm> {
       return std::make_unique<OneShot>(std::move(plan));

@@ -111,7 +111,7 @@ class RingAllreduce : public Algorithm {
  private:
   std::optional<Length> due(int source, int part) const override {
     if (source != left_ || due_[part].done()) return {};
-    return due_[part].chunk().length[part == kReduce ? Way::kScatter : Way::kGather];
+    return due_[part].chunk().length[part == kReduce ? Stage::kScatter : Stage::kGather];
   }
   void take(int part, Arrival arrival) override {
     due_[part].advance();
@@ -130,10 +130,10 @@ class RingAllreduce : public Algorithm {
   void start_next(Port& port) {
     const Shard& shard = starting_shard();
     const Chunk& chunk = shard.chunks[started_++];
-    const BufferRef buffer = port.allocate(chunk.length[Way::kScatter].most);
+    const BufferRef buffer = port.allocate(chunk.length[Stage::kScatter].most);
     const Encoded mine[] = {kOwnValues};
     port.send(right_, kReduce, buffer,
-              reducer_.to_message(Way::kScatter, shard, chunk, mine, plan_.input, buffer->data));
+              reducer_.to_message(Stage::kScatter, shard, chunk, mine, plan_.input, buffer->data));
   }
 
   void reduce_next(Port& port) {
@@ -142,10 +142,10 @@ class RingAllreduce : public Algorithm {
     const bool mine = reduce_.last_hop();
     const Shard& shard = layout_.shard(reduce_.shard());
     const Chunk& chunk = reduce_.chunk();
-    const Way way = mine ? Way::kGather : Way::kScatter;
-    const BufferRef buffer = port.allocate(chunk.length[way].most);
+    const Stage stage = mine ? Stage::kGather : Stage::kScatter;
+    const BufferRef buffer = port.allocate(chunk.length[stage].most);
     const Encoded messages[] = {{left_, arrival.bytes}, kOwnValues};
-    const int64_t bytes = reducer_.to_message(way, shard, chunk, messages, plan_.input,
+    const int64_t bytes = reducer_.to_message(stage, shard, chunk, messages, plan_.input,
                                               buffer->data, mine ? plan_.output : nullptr);
     reduce_.advance();
     port.send(right_, mine ? kGather : kReduce, buffer, bytes);
@@ -189,9 +189,9 @@ const AlgorithmEntry kRing = {
     [](const Plan& plan, const Layout& layout) {
       int64_t sum = 0;  // every shard but one passes through, in each direction
       for (int owner = 0; owner < plan.size; ++owner) {
-        if (owner != plan.rank) sum += layout.shard(owner).bytes(Way::kScatter);
+        if (owner != plan.rank) sum += layout.shard(owner).bytes(Stage::kScatter);
         if (owner != ring_right(plan.rank, plan.size))
-          sum += layout.shard(owner).bytes(Way::kGather);
+          sum += layout.shard(owner).bytes(Stage::kGather);
       }
       return sum;
     },

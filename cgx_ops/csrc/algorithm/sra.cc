@@ -81,10 +81,10 @@ class Sra : public Algorithm {
     if (part == kScatter) {
       const size_t next = reduced_ + contributions_[source].size();
       if (!scatters_ || next >= own_chunks().size()) return {};
-      return own_chunks()[next].length[Way::kScatter];
+      return own_chunks()[next].length[Stage::kScatter];
     }
     if (!lacks(gather_arrived_, source)) return {};
-    return layout_.shard(source).chunks[gather_arrived_[source]].length[Way::kGather];
+    return layout_.shard(source).chunks[gather_arrived_[source]].length[Stage::kGather];
   }
   void take(int part, Arrival arrival) override {
     if (part == kScatter) {
@@ -119,7 +119,7 @@ class Sra : public Algorithm {
       if (encoded_ < chunks.size()) {
         const Chunk& chunk = chunks[encoded_];
         outgoing_.push_back(
-            {encode_peer_, &chunk, port.allocate(chunk.length[Way::kScatter].most)});
+            {encode_peer_, &chunk, port.allocate(chunk.length[Stage::kScatter].most)});
       }
       encode_peer_ = next_peer(encode_peer_);
       if (encode_peer_ != plan_.rank) continue;
@@ -128,7 +128,7 @@ class Sra : public Algorithm {
     }
     threads_.for_each(static_cast<int>(outgoing_.size()), [&](int i) {
       auto& [peer, chunk, buffer, bytes] = outgoing_[i];
-      bytes = encode_chunk(plan_, layout_.shard(peer), *chunk, Way::kScatter, input(peer),
+      bytes = encode_chunk(plan_, layout_.shard(peer), *chunk, Stage::kScatter, input(peer),
                            buffer->data, gathers_ ? 0 : peer);
     });
     for (const auto& [peer, chunk, buffer, bytes] : outgoing_)
@@ -148,7 +148,7 @@ class Sra : public Algorithm {
     for (size_t i = 0; i < ready; ++i) {
       const Chunk& chunk = own_chunks()[reduced_ + i];
       outgoing_.push_back({plan_.rank, &chunk,
-                           gathers_ ? port.allocate(chunk.length[Way::kGather].most) : nullptr});
+                           gathers_ ? port.allocate(chunk.length[Stage::kGather].most) : nullptr});
     }
     threads_.for_each(static_cast<int>(ready), [&](int i) {
       auto& [rank, chunk, buffer, bytes] = outgoing_[i];
@@ -156,7 +156,7 @@ class Sra : public Algorithm {
       for (int peer = 0; peer < plan_.size; ++peer)
         if (peer != rank) arrived[peer] = {peer, contributions_[peer][i].bytes};
       if (gathers_)
-        bytes = reducers_[i].to_message(Way::kGather, shard, *chunk, arrived, own, buffer->data,
+        bytes = reducers_[i].to_message(Stage::kGather, shard, *chunk, arrived, own, buffer->data,
                                         output(rank));
       else
         reducers_[i].to_values(shard, *chunk, arrived, own, output(rank));
@@ -174,9 +174,9 @@ class Sra : public Algorithm {
   void encode_own_block(Port& port) {
     const Shard& shard = layout_.shard(plan_.rank);
     const Chunk& chunk = shard.chunks[reduced_++];
-    const BufferRef buffer = port.allocate(chunk.length[Way::kGather].most);
+    const BufferRef buffer = port.allocate(chunk.length[Stage::kGather].most);
     const auto bytes = static_cast<size_t>(
-        encode_chunk(plan_, shard, chunk, Way::kGather, input(plan_.rank), buffer->data));
+        encode_chunk(plan_, shard, chunk, Stage::kGather, input(plan_.rank), buffer->data));
     decode_chunk(plan_, shard, chunk, {plan_.rank, {buffer->data, bytes}}, output(plan_.rank));
     send_to_all(port, buffer, bytes);
   }
@@ -241,9 +241,9 @@ const AlgorithmEntry kSra = {
     [](const Plan& plan, const Layout& layout) {
       int64_t sum = 0;
       for (int owner = 0; owner < plan.size && plan.verb->scatters; ++owner)
-        if (owner != plan.rank) sum += layout.shard(owner).bytes(Way::kScatter);
+        if (owner != plan.rank) sum += layout.shard(owner).bytes(Stage::kScatter);
       if (!plan.verb->gathers) return sum;
-      return sum + (plan.size - 1) * layout.shard(plan.rank).bytes(Way::kGather);
+      return sum + (plan.size - 1) * layout.shard(plan.rank).bytes(Stage::kGather);
     },
     [](Plan plan) -> std::unique_ptr<Algorithm> { return std::make_unique<Sra>(std::move(plan)); },
 };

@@ -54,7 +54,7 @@ cgx_algorithm_t pick_algorithm(const Plan& plan, bool cut) {
   for (const auto& segment : plan.segments) {
     if (row->bytes == INT64_MAX) break;  // stop early for long lists
     if (segment.repeats) continue;
-    bytes += make_codec(segment.codecs[Way::kScatter])->max_bytes(segment.numel);
+    bytes += make_codec(segment.codecs[Stage::kScatter])->max_bytes(segment.numel);
     while (bytes > row->bytes) ++row;
   }
   return row->algorithm;
@@ -92,9 +92,9 @@ void resolve_algorithm(Plan* plan) {
   const bool selects = plan->op == Op::kMin || plan->op == Op::kMax;
   if (selects || !entry.passes_sums_on) return;
   for (Segment& segment : plan->segments) {
-    CodecSettings& sums = segment.codecs[Way::kScatter];
+    CodecSettings& sums = segment.codecs[Stage::kScatter];
     sums.dtype = Dtype::kFloat32;
-    if (votes(segment.codecs[Way::kGather])) sums.bits = kExactBits;  // vote counts
+    if (votes(segment.codecs[Stage::kGather])) sums.bits = kExactBits;  // vote counts
   }
 }
 

@@ -19,7 +19,7 @@ class Topology {
     for (int rank = 0; rank < static_cast<int>(host_of_.size()); ++rank) {
       const auto host = static_cast<size_t>(host_of_[rank]);
       if (host == ranks_of_.size()) ranks_of_.emplace_back();
-      place_of_.push_back(static_cast<int>(ranks_of_[host].size()));
+      local_ranks_.push_back(static_cast<int>(ranks_of_[host].size()));
       ranks_of_[host].push_back(rank);
     }
     const auto fewer = [](const auto& a, const auto& b) { return a.size() < b.size(); };
@@ -36,13 +36,13 @@ class Topology {
 
   int host_of(int rank) const { return host_of_[rank]; }
   // The rank's number on its host, from 0. Also its lane, if it is less than lanes().
-  int place_of(int rank) const { return place_of_[rank]; }
+  int local_rank(int rank) const { return local_ranks_[rank]; }
   const std::vector<int>& ranks_of(int host) const { return ranks_of_[host]; }
   // There is a shard per host and lane, numbered host by host.
   int shard_of(int host, int lane) const { return host * lanes_ + lane; }
 
  private:
-  std::vector<int> host_of_, place_of_;
+  std::vector<int> host_of_, local_ranks_;
   std::vector<std::vector<int>> ranks_of_;
   int lanes_ = 1;
   bool nested_ = false;

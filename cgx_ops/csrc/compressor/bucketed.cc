@@ -37,8 +37,8 @@ class Bucketed final : public SlicedCodec {
   }
 
   int64_t encode_keeping(const float* values, int64_t numel, int64_t first_index,
-                         const Rounding& rounding, std::byte* bytes, float* lost) const override {
-    kernels().quantize_keeping(values, run(numel, first_index), rounding, bytes, lost);
+                         const Rounding& rounding, std::byte* bytes, float* errors) const override {
+    kernels().quantize_keeping(values, run(numel, first_index), rounding, bytes, errors);
     return offset(numel);
   }
 

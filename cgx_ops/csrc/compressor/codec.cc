@@ -10,12 +10,12 @@
 namespace cgx {
 
 int64_t Codec::encode_keeping(const float* values, int64_t numel, int64_t first_index,
-                              const Rounding& rounding, std::byte* bytes, float* lost) const {
+                              const Rounding& rounding, std::byte* bytes, float* errors) const {
   thread_local std::vector<float> block;
   float* const decoded = room(block, numel);
   const int64_t written = encode(Dtype::kFloat32, values, numel, first_index, rounding, bytes);
   decode({bytes, static_cast<size_t>(written)}, numel, first_index, Dtype::kFloat32, decoded);
-  kernels().subtract(values, decoded, lost, numel);
+  kernels().subtract(values, decoded, errors, numel);
   return written;
 }
 

@@ -42,10 +42,10 @@ class Codec {
   virtual int64_t encode(Dtype dtype, const void* values, int64_t numel, int64_t first_index,
                          const Rounding& rounding, std::byte* bytes) const = 0;
 
-  // Like encode() for fp32, but also computes the quantization error: error = values - decoded, or
-  // 0 if that is not finite. `error` may be `values`.
+  // Like encode() for fp32, but also computes the quantization errors: errors = values - decoded,
+  // or 0 if that is not finite. `errors` may be `values`.
   virtual int64_t encode_keeping(const float* values, int64_t numel, int64_t first_index,
-                                 const Rounding& rounding, std::byte* bytes, float* lost) const;
+                                 const Rounding& rounding, std::byte* bytes, float* errors) const;
 
   // Decode values. They throw Error(CGX_INVALID_ARGUMENT), and read nothing beyond `bytes`, if the
   // bytes are not a valid encoding of `numel` values. `first_index`: as for encode().
@@ -148,7 +148,7 @@ std::unique_ptr<Codec> make_codec(const CodecSettings& settings);
 
 // Throws Error(CGX_INVALID_ARGUMENT), with the reason, if error feedback does not converge in one
 // of the stages.
-void check_feedback(std::span<const CodecSettings> ways);
+void check_feedback(std::span<const CodecSettings> stages);
 
 // Returns the runs in which a GPU encodes `numel` values, in order. Throws Error(CGX_UNSUPPORTED),
 // with the reason, if GPUs do not support the codec.

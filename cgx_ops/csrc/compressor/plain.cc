@@ -23,10 +23,10 @@ class Plain final : public SlicedCodec {
   }
 
   int64_t encode_keeping(const float* values, int64_t numel, int64_t first_index,
-                         const Rounding& rounding, std::byte* bytes, float* lost) const override {
+                         const Rounding& rounding, std::byte* bytes, float* errors) const override {
     if (noisy_ && rounding.mode == RoundingMode::kStochastic)
-      return Codec::encode_keeping(values, numel, first_index, rounding, bytes, lost);
-    kernels().convert_keeping(values, wire_, bytes, lost, numel);
+      return Codec::encode_keeping(values, numel, first_index, rounding, bytes, errors);
+    kernels().convert_keeping(values, wire_, bytes, errors, numel);
     return offset(numel);
   }
 

@@ -31,7 +31,7 @@ class Randk final : public SlicedCodec {
  public:
   explicit Randk(const CodecSettings& settings)
       : settings_(settings), none_(make_none(settings)), keys_(settings.seed) {
-    require(settings.bucket_size < kMostPlaces, CGX_INVALID_ARGUMENT, "buckets of ",
+    require(settings.bucket_size < kMostIndices, CGX_INVALID_ARGUMENT, "buckets of ",
             settings.bucket_size, " values: randk supports fewer than 2^32");
   }
 
@@ -56,15 +56,15 @@ class Randk final : public SlicedCodec {
   }
 
   int64_t encode_keeping(const float* values, int64_t numel, int64_t first_index,
-                         const Rounding& rounding, std::byte* bytes, float* lost) const override {
+                         const Rounding& rounding, std::byte* bytes, float* errors) const override {
     for_buckets(numel, first_index, [&](int64_t first, int64_t count, Chosen& chosen) {
-      const auto k = static_cast<int64_t>(chosen.places.size());
+      const auto k = static_cast<int64_t>(chosen.indices.size());
       const auto length = static_cast<size_t>(none_->max_bytes(k));
       std::byte* const to = bytes + offset(first);
       gather(values + first, count, chosen);
       none_->encode(Dtype::kFloat32, chosen.values.data(), k, 0, rounding, to);
       none_->decode({to, length}, k, 0, Dtype::kFloat32, chosen.values.data());
-      chosen.subtract_from(count, values + first, lost + first);
+      chosen.subtract_from(count, values + first, errors + first);
     });
     return offset(numel);
   }
@@ -91,7 +91,7 @@ class Randk final : public SlicedCodec {
     for (int64_t first = 0; first < numel; first += grain()) {
       const int64_t count = std::min(grain(), numel - first);
       chosen.resize(share_of(settings_, count));
-      draw(static_cast<uint64_t>(first_index + first), count, chosen.places);
+      draw(static_cast<uint64_t>(first_index + first), count, chosen.indices);
       work(first, count, chosen);
     }
   }
@@ -101,7 +101,7 @@ class Randk final : public SlicedCodec {
                    const Work& work) const {
     check_length(bytes, numel);
     for_buckets(numel, first_index, [&](int64_t first, int64_t count, Chosen& chosen) {
-      const auto k = static_cast<int64_t>(chosen.places.size());
+      const auto k = static_cast<int64_t>(chosen.indices.size());
       none_->decode(bytes.subspan(offset(first), none_->max_bytes(k)), k, 0, Dtype::kFloat32,
                     chosen.values.data());
       work(first, count, chosen);
@@ -109,29 +109,29 @@ class Randk final : public SlicedCodec {
   }
 
   // Draws indices below `numel`, in ascending order.
-  void draw(uint64_t index, int64_t numel, std::span<uint32_t> places) const {
+  void draw(uint64_t first_index, int64_t numel, std::span<uint32_t> indices) const {
     thread_local std::vector<uint64_t> taken;  // one bit per value
     taken.assign((numel + 63) / 64, 0);
-    const auto k = static_cast<int64_t>(places.size());
+    const auto k = static_cast<int64_t>(indices.size());
     uint64_t words[4] = {};
     for (int64_t i = 0; i < k; ++i) {
       if (i % 4 == 0) {
-        words[0] = static_cast<uint32_t>(index);
-        words[1] = static_cast<uint32_t>(index >> 32);
+        words[0] = static_cast<uint32_t>(first_index);
+        words[1] = static_cast<uint32_t>(first_index >> 32);
         words[2] = static_cast<uint32_t>(i / 4);
-        words[3] = kPlacesPhase;
+        words[3] = kIndicesPhase;
         philox4x32_7(words, keys_);
       }
       const auto j = static_cast<uint64_t>(numel - k + i);
       // Uniform up to j, with a relative error of at most numel / 2^32.
-      uint64_t place = uint64_t{static_cast<uint32_t>(words[i % 4])} * (j + 1) >> 32;
-      if (taken[place / 64] >> (place % 64) & 1) place = j;
-      taken[place / 64] |= uint64_t{1} << (place % 64);
+      uint64_t index = uint64_t{static_cast<uint32_t>(words[i % 4])} * (j + 1) >> 32;
+      if (taken[index / 64] >> (index % 64) & 1) index = j;
+      taken[index / 64] |= uint64_t{1} << (index % 64);
     }
     size_t found = 0;
     for (size_t word = 0; word < taken.size(); ++word)
       for (uint64_t bits = taken[word]; bits != 0; bits &= bits - 1)
-        places[found++] = static_cast<uint32_t>(64 * word + std::countr_zero(bits));
+        indices[found++] = static_cast<uint32_t>(64 * word + std::countr_zero(bits));
   }
 
   const CodecSettings settings_;

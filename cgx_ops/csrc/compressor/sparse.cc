@@ -15,7 +15,7 @@ namespace {
 
 // One bucket that is never full, so it holds all values.
 std::unique_ptr<Codec> codec_of_values(CodecSettings settings) {
-  settings.bucket_size = kMostPlaces;
+  settings.bucket_size = kMostIndices;
   switch (settings.value_bits) {
     case 32:
       return make_none(settings);
@@ -58,43 +58,43 @@ void ChosenValues::decode(std::span<const std::byte> bytes, int64_t count, float
 }
 
 void Chosen::resize(int64_t count) {
-  places.resize(count);
+  indices.resize(count);
   values.resize(count);
 }
 
 void Chosen::gather(const float* from) {
-  for (size_t i = 0; i < places.size(); ++i) values[i] = with_one_nan(load(from + places[i]));
+  for (size_t i = 0; i < indices.size(); ++i) values[i] = with_one_nan(load(from + indices[i]));
 }
 
 void Chosen::scatter(int64_t numel, Dtype dtype, void* to) const {
   std::memset(to, 0, numel * size_of(dtype));
   auto* bytes = static_cast<std::byte*>(to);
-  for (size_t i = 0; i < places.size(); ++i) {
+  for (size_t i = 0; i < indices.size(); ++i) {
     const float value = values[i] + 0.0f;
-    kernels().convert(Dtype::kFloat32, &value, dtype, bytes + places[i] * size_of(dtype), 1);
+    kernels().convert(Dtype::kFloat32, &value, dtype, bytes + indices[i] * size_of(dtype), 1);
   }
 }
 
 void Chosen::add(int64_t numel, const float* base, float* sum) const {
   // Also adds zeros between the indices, so that -0 and NaN are normalized as by other codecs.
   kernels().add_zero(base, sum, numel);
-  for (size_t i = 0; i < places.size(); ++i) {
-    float* const at = sum + places[i];
+  for (size_t i = 0; i < indices.size(); ++i) {
+    float* const at = sum + indices[i];
     store(with_one_nan(load(at) + values[i]), at);
   }
 }
 
-void Chosen::subtract_from(int64_t numel, const float* from, float* lost) const {
+void Chosen::subtract_from(int64_t numel, const float* from, float* errors) const {
   // Scaling by 1 copies and replaces non-finite values by 0. In place it is rarely needed.
-  const auto copy = [&] { kernels().scale(from, 1.0f, Dtype::kFloat32, lost, numel); };
-  if (lost != from) copy();
+  const auto copy = [&] { kernels().scale(from, 1.0f, Dtype::kFloat32, errors, numel); };
+  if (errors != from) copy();
   bool all_finite = true;
-  for (size_t i = 0; i < places.size(); ++i) {
-    const float error = load(from + places[i]) - (values[i] + 0.0f);
+  for (size_t i = 0; i < indices.size(); ++i) {
+    const float error = load(from + indices[i]) - (values[i] + 0.0f);
     all_finite = all_finite && std::isfinite(error);
-    store(std::isfinite(error) ? error : 0.0f, lost + places[i]);
+    store(std::isfinite(error) ? error : 0.0f, errors + indices[i]);
   }
-  if (lost == from && !all_finite) copy();
+  if (errors == from && !all_finite) copy();
 }
 
 const float* as_floats(Dtype dtype, const void* values, int64_t numel) {

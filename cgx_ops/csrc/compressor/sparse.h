@@ -19,7 +19,7 @@ std::unique_ptr<Codec> make_randk(const CodecSettings& settings);
 int64_t share_of(const CodecSettings& settings, int64_t numel);
 
 // The limit on a segment's elements: indices have 32 bits.
-inline constexpr int64_t kMostPlaces = int64_t{1} << 32;
+inline constexpr int64_t kMostIndices = int64_t{1} << 32;
 
 // Encodes a few contiguous values: uncompressed, in 16 bits, or as one bucket of signs and
 // magnitudes.
@@ -36,7 +36,7 @@ class ChosenValues {
 
 // Chosen values and their indices. Valid within one call.
 struct Chosen {
-  std::vector<uint32_t> places;
+  std::vector<uint32_t> indices;
   std::vector<float> values;
 
   void resize(int64_t count);
@@ -46,9 +46,9 @@ struct Chosen {
   void scatter(int64_t numel, Dtype dtype, void* to) const;
   // sum = base + the same.
   void add(int64_t numel, const float* base, float* sum) const;
-  // error = from - the same, or 0 if that is not finite. `error` may be `from`. If `from` has
+  // errors = from - the same, or 0 if that is not finite. `errors` may be `from`. If `from` has
   // non-finite values, at least one of them must be chosen.
-  void subtract_from(int64_t numel, const float* from, float* lost) const;
+  void subtract_from(int64_t numel, const float* from, float* errors) const;
 };
 
 // Returns the values as fp32, converted if necessary. Valid within one call.

@@ -209,8 +209,8 @@ std::unique_ptr<Codec> make_codec(const CodecSettings& settings) {
   return codec;
 }
 
-void check_feedback(std::span<const CodecSettings> ways) {
-  for (const CodecSettings& settings : ways) {
+void check_feedback(std::span<const CodecSettings> stages) {
+  for (const CodecSettings& settings : stages) {
     const CodecEntry& entry = codec_entry(settings);
     const std::string why = entry.no_feedback ? entry.no_feedback(settings) : "";
     require(why.empty(), CGX_INVALID_ARGUMENT, "error feedback does not converge with compressor='",

@@ -8,7 +8,7 @@
 #include <limits>
 
 #include "base/status.h"
-#include "compressor/places.h"
+#include "compressor/indices.h"
 #include "compressor/sparse.h"
 #include "kernel/kernels.h"
 
@@ -48,40 +48,40 @@ class Search {
   // Returns the indices of values that reach the threshold. If that is more than `most`, those of
   // the `most` largest; if fewer than `least`, those of the `least` largest. The latter happens if
   // many values are nearly equal.
-  std::vector<uint32_t> places(float threshold) const {
-    std::vector<uint32_t> places(most_);
+  std::vector<uint32_t> indices(float threshold) const {
+    std::vector<uint32_t> indices(most_);
     int64_t found = most_ + 1;
     if (std::bit_cast<int32_t>(threshold) > too_many_to_)
-      found = kernels().places_from(values(), numel(), threshold, most_, places.data());
+      found = kernels().indices_from(values(), numel(), threshold, most_, indices.data());
     const int64_t count = std::clamp(found, least_, most_);
-    if (found != count) kernels().select_largest(values(), numel(), count, places.data());
-    places.resize(count);
-    to_all(&places);
-    return places;
+    if (found != count) kernels().select_largest(values(), numel(), count, indices.data());
+    indices.resize(count);
+    to_all(&indices);
+    return indices;
   }
 
  private:
   // Relative to `most_`: recording a value takes as long as comparing about twenty.
   static constexpr int64_t kFew = 4;
 
-  const float* values() const { return few_.places.empty() ? values_ : few_.values.data(); }
+  const float* values() const { return few_.indices.empty() ? values_ : few_.values.data(); }
   int64_t numel() const {
-    return few_.places.empty() ? numel_ : static_cast<int64_t>(few_.places.size());
+    return few_.indices.empty() ? numel_ : static_cast<int64_t>(few_.indices.size());
   }
 
   // Converts indices of candidates to indices of all values.
-  void to_all(std::vector<uint32_t>* places) const {
-    if (few_.places.empty()) return;
-    for (uint32_t& place : *places) place = few_.places[place];
+  void to_all(std::vector<uint32_t>* indices) const {
+    if (few_.indices.empty()) return;
+    for (uint32_t& index : *indices) index = few_.indices[index];
   }
 
   // Keeps the values that reach the threshold as candidates.
   void narrow(float threshold, int64_t count) {
     Chosen fewer;
     fewer.resize(count);
-    kernels().places_from(values(), numel(), threshold, count, fewer.places.data());
+    kernels().indices_from(values(), numel(), threshold, count, fewer.indices.data());
     fewer.gather(values());
-    to_all(&fewer.places);
+    to_all(&fewer.indices);
     few_ = std::move(fewer);
   }
 
@@ -99,7 +99,7 @@ class Threshold final : public Codec {
 
   int64_t max_bytes(int64_t numel) const override {
     if (numel == 0) return 0;
-    require(numel < kMostPlaces, CGX_INVALID_ARGUMENT, numel,
+    require(numel < kMostIndices, CGX_INVALID_ARGUMENT, numel,
             " values: threshold supports fewer than 2^32");
     const int64_t most = most_chosen(numel);
     // An upper bound for all counts: an index takes at most log2(numel / count) + 3 bits, plus a
@@ -116,14 +116,14 @@ class Threshold final : public Codec {
 
   int64_t encode_keeping(const float* values, int64_t numel, int64_t /*first_index*/,
                          const Rounding& /*rounding*/, std::byte* bytes,
-                         float* lost) const override {
+                         float* errors) const override {
     Chosen chosen;
     const int64_t end = write(values, numel, &chosen, bytes);
     const auto count = static_cast<int64_t>(chosen.values.size());
     const int64_t length = chosen_values_.bytes(count);
     chosen_values_.decode({bytes + end - length, static_cast<size_t>(length)}, count,
                           chosen.values.data());
-    chosen.subtract_from(numel, values, lost);
+    chosen.subtract_from(numel, values, errors);
     return end;
   }
 
@@ -146,13 +146,13 @@ class Threshold final : public Codec {
   // Returns the bytes written.
   int64_t write(const float* values, int64_t numel, Chosen* chosen, std::byte* bytes) const {
     if (numel == 0) return 0;
-    chosen->places = choose(values, numel);
-    const auto count = static_cast<int64_t>(chosen->places.size());
+    chosen->indices = choose(values, numel);
+    const auto count = static_cast<int64_t>(chosen->indices.size());
     chosen->resize(count);
     chosen->gather(values);
     std::memcpy(bytes, &count, kCountBytes);
-    write_places(chosen->places, numel, bytes + kCountBytes);
-    const int64_t value_at = kCountBytes + places_bytes(numel, count);
+    write_indices(chosen->indices, numel, bytes + kCountBytes);
+    const int64_t value_at = kCountBytes + indices_bytes(numel, count);
     chosen_values_.encode(chosen->values.data(), count, bytes + value_at);
     return value_at + chosen_values_.bytes(count);
   }
@@ -162,9 +162,9 @@ class Threshold final : public Codec {
     const double least = kLeast * static_cast<double>(share_of(settings_, numel));
     float threshold = sampled(values, numel);
     if (std::isnan(threshold)) {  // all values reach it
-      std::vector<uint32_t> places(most);
-      kernels().select_largest(values, numel, most, places.data());
-      return places;
+      std::vector<uint32_t> indices(most);
+      kernels().select_largest(values, numel, most, indices.data());
+      return indices;
     }
     Search search(values, numel, static_cast<int64_t>(std::ceil(least)), most);
     for (int round = 0; round < kMostRounds; ++round) {
@@ -172,7 +172,7 @@ class Threshold final : public Codec {
       if (above == Search::Above::kEnough) break;
       threshold *= static_cast<float>(above == Search::Above::kTooMany ? kMost : kLeast);
     }
-    return search.places(threshold);
+    return search.indices(threshold);
   }
 
   // Returns the smallest of the sample's largest magnitudes.
@@ -184,11 +184,11 @@ class Threshold final : public Codec {
       sample.push_back(value);
     }
     const auto count = static_cast<int64_t>(sample.size());
-    std::vector<uint32_t> places(share_of(settings_, count));
-    kernels().select_largest(sample.data(), count, static_cast<int64_t>(places.size()),
-                             places.data());
-    float least = std::abs(sample[places[0]]);
-    for (const uint32_t place : places) least = std::min(least, std::abs(sample[place]));
+    std::vector<uint32_t> indices(share_of(settings_, count));
+    kernels().select_largest(sample.data(), count, static_cast<int64_t>(indices.size()),
+                             indices.data());
+    float least = std::abs(sample[indices[0]]);
+    for (const uint32_t index : indices) least = std::min(least, std::abs(sample[index]));
     return least;
   }
 
@@ -198,13 +198,13 @@ class Threshold final : public Codec {
     if (length >= kCountBytes) std::memcpy(&count, bytes.data(), kCountBytes);
     require(count >= 1 && numel >= 1 && count <= most_chosen(numel), CGX_INVALID_ARGUMENT, count,
             " values above a threshold, of ", numel);
-    const int64_t value_at = kCountBytes + places_bytes(numel, count);
+    const int64_t value_at = kCountBytes + indices_bytes(numel, count);
     const int64_t value_bytes = chosen_values_.bytes(count);
     require(length == value_at + value_bytes, CGX_INVALID_ARGUMENT, length, " bytes for ", count,
             " values of ", numel, ": expected ", value_at + value_bytes);
     Chosen chosen;
     chosen.resize(count);
-    read_places(bytes.data() + kCountBytes, numel, chosen.places);
+    read_indices(bytes.data() + kCountBytes, numel, chosen.indices);
     chosen_values_.decode(bytes.subspan(value_at), count, chosen.values.data());
     return chosen;
   }

@@ -3,7 +3,7 @@
 #include <algorithm>
 
 #include "base/status.h"
-#include "compressor/places.h"
+#include "compressor/indices.h"
 #include "compressor/sparse.h"
 #include "kernel/kernels.h"
 
@@ -13,7 +13,7 @@ namespace {
 class Topk final : public SlicedCodec {
  public:
   explicit Topk(const CodecSettings& settings) : settings_(settings), chosen_values_(settings) {
-    require(settings.bucket_size < kMostPlaces, CGX_INVALID_ARGUMENT, "buckets of ",
+    require(settings.bucket_size < kMostIndices, CGX_INVALID_ARGUMENT, "buckets of ",
             settings.bucket_size, " values: topk supports fewer than 2^32");
   }
 
@@ -35,11 +35,11 @@ class Topk final : public SlicedCodec {
 
   int64_t encode_keeping(const float* values, int64_t numel, int64_t /*first_index*/,
                          const Rounding& /*rounding*/, std::byte* bytes,
-                         float* lost) const override {
+                         float* errors) const override {
     for_buckets(numel, [&](int64_t first, int64_t count, Chosen& chosen) {
       const auto sent = encode_bucket(values + first, count, chosen, bytes + offset(first));
       chosen_values_.decode(sent, static_cast<int64_t>(chosen.values.size()), chosen.values.data());
-      chosen.subtract_from(count, values + first, lost + first);
+      chosen.subtract_from(count, values + first, errors + first);
     });
     return offset(numel);
   }
@@ -61,17 +61,17 @@ class Topk final : public SlicedCodec {
  private:
   int64_t record_bytes(int64_t numel) const {
     const int64_t k = share_of(settings_, numel);
-    return places_bytes(numel, k) + chosen_values_.bytes(k);
+    return indices_bytes(numel, k) + chosen_values_.bytes(k);
   }
 
   // Returns the bytes of the values.
   std::span<const std::byte> encode_bucket(const float* values, int64_t numel, Chosen& chosen,
                                            std::byte* bytes) const {
-    const auto k = static_cast<int64_t>(chosen.places.size());
-    kernels().select_largest(values, numel, k, chosen.places.data());
+    const auto k = static_cast<int64_t>(chosen.indices.size());
+    kernels().select_largest(values, numel, k, chosen.indices.data());
     chosen.gather(values);
-    write_places(chosen.places, numel, bytes);
-    std::byte* const values_at = bytes + places_bytes(numel, k);
+    write_indices(chosen.indices, numel, bytes);
+    std::byte* const values_at = bytes + indices_bytes(numel, k);
     chosen_values_.encode(chosen.values.data(), k, values_at);
     return {values_at, static_cast<size_t>(chosen_values_.bytes(k))};
   }
@@ -91,9 +91,9 @@ class Topk final : public SlicedCodec {
   void for_records(std::span<const std::byte> bytes, int64_t numel, const Work& work) const {
     check_length(bytes, numel);
     for_buckets(numel, [&](int64_t first, int64_t count, Chosen& chosen) {
-      const auto k = static_cast<int64_t>(chosen.places.size());
-      const int64_t at = offset(first), value_at = at + places_bytes(count, k);
-      read_places(bytes.data() + at, count, chosen.places);
+      const auto k = static_cast<int64_t>(chosen.indices.size());
+      const int64_t at = offset(first), value_at = at + indices_bytes(count, k);
+      read_indices(bytes.data() + at, count, chosen.indices);
       chosen_values_.decode(bytes.subspan(value_at, chosen_values_.bytes(k)), k,
                             chosen.values.data());
       work(first, count, chosen);

@@ -28,11 +28,11 @@ class WholeBuckets final : public SlicedCodec {
   }
 
   int64_t encode_keeping(const float* values, int64_t numel, int64_t first_index,
-                         const Rounding& rounding, std::byte* bytes, float* lost) const override {
+                         const Rounding& rounding, std::byte* bytes, float* errors) const override {
     const int64_t whole = whole_of(numel);
-    const int64_t end = inner_->encode_keeping(values, whole, first_index, rounding, bytes, lost);
+    const int64_t end = inner_->encode_keeping(values, whole, first_index, rounding, bytes, errors);
     return end + none_->encode_keeping(values + whole, numel - whole, first_index + whole, rounding,
-                                       bytes + end, lost + whole);
+                                       bytes + end, errors + whole);
   }
 
   void decode(std::span<const std::byte> bytes, int64_t numel, int64_t first_index, Dtype dtype,

@@ -45,10 +45,10 @@ struct Coded {
 
 class Runs {
  public:
-  Runs(const CpuPiece& piece, Way way)
-      : at_(piece.coded[way].at),
-        codec_(*piece.coded[way].codec->sliced()),
-        runs_(device_runs(piece.segment->codecs[way], piece.numel)) {}
+  Runs(const CpuPiece& piece, Stage stage)
+      : at_(piece.coded[stage].at),
+        codec_(*piece.coded[stage].codec->sliced()),
+        runs_(device_runs(piece.segment->codecs[stage], piece.numel)) {}
   size_t size() const { return runs_.size(); }
   const DeviceRun& operator[](size_t i) const { return runs_[i]; }
   // The coding of the part of a run that begins at element `first`.
@@ -75,7 +75,7 @@ void for_runs(const Plan& plan, const CpuPiece& cpu, const Runs& runs, const Add
     if (cpu.residual) piece.residual = cpu.residual + plan.bytes(first);
     piece.numel = numel;
     piece.first_index = cpu.first_index + first;
-    piece.bucket_size = cpu.segment->codecs[Way::kScatter].bucket_size;
+    piece.bucket_size = cpu.segment->codecs[Stage::kScatter].bucket_size;
     piece.seed = cpu.seed;
     piece.seed_at = cpu.segment->seed_at;
     piece.seed_number = static_cast<int32_t>(cpu.segment->seed_number);
@@ -84,14 +84,15 @@ void for_runs(const Plan& plan, const CpuPiece& cpu, const Runs& runs, const Add
 }
 
 // The distinct addresses: the first, and the distances of the others from it.
-std::pair<std::byte*, Copies> distinct(std::vector<std::byte*> places) {
-  std::sort(places.begin(), places.end());
-  places.erase(std::unique(places.begin(), places.end()), places.end());
-  require(places.size() <= kMostPeers, CGX_INTERNAL, places.size(), " addresses of one message");
+std::pair<std::byte*, Copies> distinct(std::vector<std::byte*> addresses) {
+  std::sort(addresses.begin(), addresses.end());
+  addresses.erase(std::unique(addresses.begin(), addresses.end()), addresses.end());
+  require(addresses.size() <= kMostPeers, CGX_INTERNAL, addresses.size(),
+          " addresses of one message");
   Copies copies{};
-  for (size_t i = 1; i < places.size(); ++i)
-    copies.distance[copies.count++] = places[i] - places[0];
-  return {places[0], copies};
+  for (size_t i = 1; i < addresses.size(); ++i)
+    copies.distance[copies.count++] = addresses[i] - addresses[0];
+  return {addresses[0], copies};
 }
 
 }  // namespace
@@ -130,7 +131,7 @@ Rounds::Rounds(Plan plan) : plan_(std::move(plan)), layout_(plan_) {
     count_ = std::max(count_, static_cast<int64_t>(chunks.size()));
     for (const Chunk& chunk : chunks) {
       const int64_t bytes =
-          std::max(chunk.length[Way::kScatter].most, chunk.length[Way::kGather].most);
+          std::max(chunk.length[Stage::kScatter].most, chunk.length[Stage::kGather].most);
       require(bytes <= plan_.chunk_bytes, CGX_UNSUPPORTED, "a bucket takes ", bytes,
               " bytes, but GPUs send at most ", plan_.chunk_bytes,
               " at a time: use a smaller bucket_size");
@@ -159,13 +160,13 @@ std::byte* Rounds::output(int owner) const {
 // Encodes values to be summed, for each owner or (one_shot) for all; or my block, for all.
 void Rounds::encode(const At& at) const {
   const bool for_all = one_shot() || !scatters();
-  const Way way = scatters() ? Way::kScatter : Way::kGather;
+  const Stage stage = scatters() ? Stage::kScatter : Stage::kGather;
   const Slots slots = at.lane.slots(for_all ? Traffic::kAll : Traffic::kEach);
   Encode launch{};
   launch.dtype = plan_.dtype;
   launch.rounding = rounding_;
   launch.rank = static_cast<uint32_t>(plan_.noise_rank);
-  launch.phase = static_cast<uint32_t>(way);
+  launch.phase = static_cast<uint32_t>(stage);
   launch.regions = at.wire.regions();
   launch.fault = at.lane.fault();
   std::byte* to = nullptr;
@@ -173,7 +174,7 @@ void Rounds::encode(const At& at) const {
   Batch<Encode> batch(at.lane.queue(), &Queue::encode, launch);
   const auto encode_shard = [&](int owner, std::byte* message) {
     for (const CpuPiece& cpu : at.pieces(layout_.shard(owner))) {
-      const Runs runs(cpu, way);
+      const Runs runs(cpu, stage);
       for_runs(plan_, cpu, runs, [&](Piece piece, int64_t first) {
         const Coded coded = runs.coded(first);
         piece.values = input(owner) + cpu.input_at + plan_.bytes(first);
@@ -194,16 +195,16 @@ void Rounds::encode(const At& at) const {
 }
 
 void Rounds::exchange(const At& at, Traffic traffic) const {
-  const auto bytes = [&](int owner, Way way) {
+  const auto bytes = [&](int owner, Stage stage) {
     const Chunk* chunk = at.chunk(layout_.shard(owner));
-    return chunk ? chunk->length[way].most : 0;
+    return chunk ? chunk->length[stage].most : 0;
   };
   std::vector<int64_t> sent(plan_.size, 0), received(plan_.size, 0);
-  const Way way = traffic == Traffic::kEach || one_shot() ? Way::kScatter : Way::kGather;
+  const Stage stage = traffic == Traffic::kEach || one_shot() ? Stage::kScatter : Stage::kGather;
   for (int peer = 0; peer < plan_.size; ++peer) {
     if (peer == plan_.rank) continue;
-    sent[peer] = bytes(traffic == Traffic::kEach ? peer : plan_.rank, way);
-    received[peer] = bytes(traffic == Traffic::kEach ? plan_.rank : peer, way);
+    sent[peer] = bytes(traffic == Traffic::kEach ? peer : plan_.rank, stage);
+    received[peer] = bytes(traffic == Traffic::kEach ? plan_.rank : peer, stage);
   }
   at.lane.exchange(traffic, sent, received);
 }
@@ -220,7 +221,7 @@ void Rounds::reduce(const At& at) const {
   launch.op = plan_.op;
   launch.divisor = static_cast<float>(plan_.divisor);
   launch.rank = static_cast<uint32_t>(plan_.noise_rank);
-  launch.phase = static_cast<uint32_t>(Way::kGather);
+  launch.phase = static_cast<uint32_t>(Stage::kGather);
   launch.size = plan_.size;
   launch.own = one_shot() ? -1 : plan_.rank;
   launch.stride = arrived.stride;
@@ -231,7 +232,7 @@ void Rounds::reduce(const At& at) const {
   if (to_message) std::tie(to, launch.copies) = distinct(at.lane.slots(Traffic::kAll).to);
   Batch<Reduce> batch(at.lane.queue(), &Queue::reduce, launch);
   for (const CpuPiece& cpu : at.pieces(layout_.shard(plan_.rank))) {
-    const Runs scattered(cpu, Way::kScatter), gathered(cpu, Way::kGather);
+    const Runs scattered(cpu, Stage::kScatter), gathered(cpu, Stage::kGather);
     for_runs(plan_, cpu, scattered, [&](Piece piece, int64_t first) {
       if (!one_shot()) piece.values = input(plan_.rank) + cpu.input_at + plan_.bytes(first);
       const Coded coded = scattered.coded(first), reduced = gathered.coded(first);
@@ -260,7 +261,7 @@ void Rounds::decode(const At& at) const {
   Batch<Decode> batch(at.lane.queue(), &Queue::decode, launch);
   for (int owner = 0; owner < plan_.size; ++owner)
     for (const CpuPiece& cpu : at.pieces(layout_.shard(owner))) {
-      const Runs runs(cpu, Way::kGather);
+      const Runs runs(cpu, Stage::kGather);
       for_runs(plan_, cpu, runs, [&](Piece piece, int64_t first) {
         const Coded coded = runs.coded(first);
         piece.message = slots.from + owner * slots.stride + coded.at;
@@ -286,7 +287,7 @@ void pass_through(const Plan& plan, Queue& queue) {
     if (bytes == 0) continue;
     const std::byte* from = plan.input + segment.input_at;
     std::byte* to = plan.output + segment.output_at;
-    const CodecSettings& codec = segment.codecs[Way::kGather];
+    const CodecSettings& codec = segment.codecs[Stage::kGather];
     if (votes(codec) || plan.divides_alone() || segment.residual) {
       Piece piece{};
       piece.values = from;

@@ -1,6 +1,7 @@
-// How values lie in a message: as they are, in 16 bits, or in buckets. A bucket is a header, then a
-// field of small codes. Each format of buckets has its arithmetic in a file of its name in
-// kernel/cpu; for GPUs in kernel/cuda/uniform.h and formats.h; docs/reference/wire_format.md spells it out.
+// The representations of values in a message: unchanged, in 16 bits, or in buckets. A bucket is a
+// header and a field of short codes. The arithmetic of each format is in a file of its name in
+// kernel/cpu, and for GPUs in kernel/cuda/uniform.h and formats.h.
+// docs/reference/compressor_formats.md defines it.
 #pragma once
 
 #include <cstdint>
@@ -12,12 +13,12 @@ namespace cgx {
 
 enum class BucketFormat : uint8_t {
   kUniform,     // {fp32 min, fp32 step}; levels
-  kLevels,      // {bf16 scale}; sign and magnitude's level
-  kSign,        // as kLevels of 1 bit, with scale 1
+  kLevels,      // {bf16 scale}; sign and level of the magnitude
+  kSign,        // as kLevels with 1 bit, with scale 1
   kOnebit,      // {bf16 mean of the others, bf16 mean of the negative}; 1 bit
-  kTernary,     // {bf16 scale}; -1, 0, 1, five to a byte
+  kTernary,     // {bf16 scale}; -1, 0, 1, five per byte
   kQsgd,        // {bf16 norm}; sign and level
-  kMagnitudes,  // {bf16 lowest, bf16 highest magnitude}; sign and level of magnitude
+  kMagnitudes,  // {bf16 lowest, bf16 highest magnitude}; sign and level of the magnitude
 };
 
 CGX_HD constexpr int64_t header_bytes(BucketFormat format) {
@@ -25,14 +26,14 @@ CGX_HD constexpr int64_t header_bytes(BucketFormat format) {
   return format == BucketFormat::kOnebit || format == BucketFormat::kMagnitudes ? 4 : 2;
 }
 
-// ceil(numel * bits / 8), or of trits ceil(numel / 5), which cannot overflow before the result.
+// ceil(numel * bits / 8), or ceil(numel / 5) for trits. Cannot overflow unless the result does.
 CGX_HD constexpr int64_t field_bytes(BucketFormat format, int64_t numel, int bits) {
   if (format == BucketFormat::kTernary) return numel / 5 + (numel % 5 != 0);
   return numel / 8 * bits + (numel % 8 * bits + 7) / 8;
 }
 
-// Magnitude `level` of kLevels, of 2^(bits - 1): those that are best for Gaussian values with a
-// mean square of 1 (Lloyd, 1982; Max, 1960).
+// Magnitude `level` of the 2^(bits - 1) levels of kLevels: optimal for Gaussian values with a mean
+// square of 1 (Lloyd, 1982; Max, 1960).
 CGX_HD float gaussian_level(int bits, int level) {
   static constexpr float kAt[] = {1.0f,                                // 1 bit
                                   0.4528f, 1.5104f,                    // 2
@@ -42,26 +43,28 @@ CGX_HD float gaussian_level(int bits, int level) {
   return kAt[(1 << (bits - 1)) - 1 + level];
 }
 
-// How a run of values travels: what devices are told.
+// The encoding of a run of values, for GPU kernels.
 inline constexpr int kHalfBits = 16;
 struct Coding {
   BucketFormat format = BucketFormat::kUniform;
-  uint8_t bits = kExactBits;  // of a code; or kExactBits: values as they are, or kHalfBits: bf16,
-                              // or fp16 where the tensor is
-  bool clip : 1 = false;      // of kTernary
-  bool drawn : 1 = false;     // chosen values are at places that follow from the seed
-  uint8_t rotation_log = 0;   // values are rotated in blocks of 2^this before; 0: they are not
-  uint32_t density = 0;       // billionths of a bucket's values that are chosen; 0: all travel
+  uint8_t bits = kExactBits;  // of a code; or kExactBits: uncompressed; or kHalfBits: bf16, or fp16
+                              // for fp16 tensors
+  bool clip : 1 = false;      // for kTernary
+  bool drawn : 1 = false;     // values at random indices, derived from the seed
+  uint8_t rotation_log = 0;   // values are rotated in blocks of 2^this; 0: not rotated
+  uint32_t density = 0;       // share of a bucket's values that are sent, in billionths; 0: all
   bool operator==(const Coding&) const = default;
 };
 
-// Devices hold a bucket as a whole whose values are rotated, or chosen; of these at most a fourth.
+// GPUs hold a whole bucket of rotated or sparse values in shared memory, and send at most a quarter
+// of its values.
 inline constexpr int64_t kMostWholeOnDevices = 8192;
 inline constexpr int64_t kMostDensityOnDevices = 250000000;
 
-inline constexpr uint32_t kPlacesPhase = 0x706c6163;  // of drawn places, apart from any noise
+inline constexpr uint32_t kIndicesPhase = 0x706c6163;  // for random indices; differs from all
+                                                       // phases of noise
 
-// max(1, ceil(density * numel)), of 0 < numel <= kMostWholeOnDevices: how many are chosen.
+// The number of values sent: max(1, ceil(density * numel)), 0 < numel <= kMostWholeOnDevices.
 CGX_HD int64_t chosen_of(int64_t numel, uint32_t density) {
   const int64_t share = (numel * density + 999999999) / 1000000000;
   return share < 1 ? 1 : share;

@@ -1,4 +1,4 @@
-// Which kernels run here: what the CPU has, then what CGX_CPU_TARGET asks for.
+// Selects the kernels: the best that this CPU supports, or those in CGX_CPU_TARGET.
 #include <string>
 #include <vector>
 
@@ -36,8 +36,8 @@ const Kernels& choose() {
     if (*wanted == kernels->name) return *kernels;
     names += (names.empty() ? "" : ", ") + std::string(kernels->name);
   }
-  fail(CGX_INVALID_ARGUMENT, "CGX_CPU_TARGET=\"", *wanted,
-       "\": this build has, and this CPU runs, ", names, "; unset it for the best of them");
+  fail(CGX_INVALID_ARGUMENT, "CGX_CPU_TARGET=\"", *wanted, "\": this build and CPU support ", names,
+       "; unset it to use the best of them");
 }
 
 }  // namespace
@@ -48,7 +48,8 @@ std::vector<const Kernels*> available_kernels() {
 }
 
 const Kernels& kernels() {
-  static const Kernels& chosen = choose();  // a throw leaves it unset: the next call tries again
+  static const Kernels& chosen = choose();  // remains unset after an exception, so the next call
+                                            // tries again
   return chosen;
 }
 

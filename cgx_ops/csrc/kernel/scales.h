@@ -1,5 +1,5 @@
-// Scales of buckets in 16 bits, and of what is squared: operations on bits only, so the same on all
-// processors.
+// 16-bit scales of buckets, and scales for squaring. Bit operations only, so all processors give
+// the same results.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@ namespace cgx {
 
 inline constexpr uint32_t kLargestBfloat16Bits = __builtin_bit_cast(uint32_t, kLargestBfloat16);
 
-// A finite value rounded to the nearest bf16, never to infinity.
+// Rounds a finite value to the nearest bf16, but never to infinity.
 CGX_HD float nearest_scale(float x) {
   const uint32_t bits = __builtin_bit_cast(uint32_t, x);
   const uint32_t rounded = uint32_t{round_to_bfloat16(x)} << 16;
@@ -19,15 +19,15 @@ CGX_HD float nearest_scale(float x) {
   return __builtin_bit_cast(float, finite ? rounded : kLargestBfloat16Bits | (bits & 0x80000000u));
 }
 
-// A bf16 that is not below a finite x >= 0, if there is one.
+// Returns the smallest bf16 that is not less than a finite x >= 0, or the largest bf16.
 CGX_HD float scale_above(float x) {
   const uint32_t bits = (__builtin_bit_cast(uint32_t, x) + 0xffffu) & 0xffff0000u;
   return __builtin_bit_cast(float, bits < kLargestBfloat16Bits ? bits : kLargestBfloat16Bits);
 }
 
-// What values are multiplied by before they are squared or added up, and its inverse: 1 where the
-// largest magnitude is between 2^-32 and 2^32; else a power of two that brings it between 1 and 4.
-// So no square of a value that counts overflows or vanishes.
+// The factor applied to values before they are squared or summed, and its inverse. It is 1 if the
+// largest magnitude is between 2^-32 and 2^32, otherwise a power of two that brings it between 1
+// and 4. So no relevant square overflows or underflows.
 struct Prescale {
   float down, up;
 };

@@ -56,7 +56,7 @@ std::unique_ptr<Transport> SharedMemoryConnector::connect(const std::vector<Byte
     controls[peer] = offer.control;
     if (peer != rank_) peers[peer] = offer;
   }
-  store_->meet(peers);
+  store_->set_peers(peers);
   return std::make_unique<SharedMemoryTransport>(name_, rank_, controls, std::move(store_),
                                                  control_.memory);
 }

@@ -58,7 +58,7 @@ class SegmentStore {
   // The file of the segments, if there is one.
   virtual MemoryFile file() const { return {}; }
   // Sets the peers, by rank; nullopt for ranks that do not share memory. Call it before map().
-  virtual void meet(const std::vector<std::optional<LocalOffer>>& /*peers*/) {}
+  virtual void set_peers(const std::vector<std::optional<LocalOffer>>& /*peers*/) {}
   // False if the peer's process has ended.
   virtual bool alive(int peer) = 0;
 };

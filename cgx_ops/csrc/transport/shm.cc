@@ -93,7 +93,7 @@ class MemoryFileStore : public SegmentStore {
 
   bool alive(int peer) override { return peers_.at(peer).process->alive(); }
 
-  void meet(const std::vector<std::optional<LocalOffer>>& peers) override {
+  void set_peers(const std::vector<std::optional<LocalOffer>>& peers) override {
     for (const auto& offer : peers) {
       Peer& met = peers_.emplace_back();
       if (!offer) continue;

@@ -23,7 +23,7 @@
 #include "base/status.h"
 #include "transport/own_descriptors.h"
 #include "transport/tcp_frames.h"
-#include "transport/tcp_meeting.h"
+#include "transport/tcp_rendezvous.h"
 #include "transport/transport.h"
 
 namespace cgx {
@@ -31,7 +31,7 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 constexpr auto kFarewell = std::chrono::seconds(1);
-constexpr auto kLongestMeeting = std::chrono::seconds(60);
+constexpr auto kLongestRendezvous = std::chrono::seconds(60);
 constexpr size_t kFramesAtOnce = 16;         // per system call
 constexpr size_t kReadAtOnce = 1024 * 1024;  // from one peer, before other peers are served
 constexpr std::array<std::byte, sizeof(FrameHeader)> kPadding{};
@@ -48,7 +48,7 @@ BlockPool& blocks() {
 
 class TcpTransport : public Transport, private Arrival::Release {
  public:
-  TcpTransport(int rank, TcpMeeting::Met met, std::chrono::duration<double> silence)
+  TcpTransport(int rank, TcpRendezvous::Connected met, std::chrono::duration<double> silence)
       : rank_(rank), strangers_(met.strangers), links_(met.connections.size()) {
     if (epoll_.get() < 0) fail_system("epoll_create1");
     if (bell_.get() < 0) fail_system("eventfd");
@@ -356,9 +356,9 @@ class TcpTransport : public Transport, private Arrival::Release {
 
 class TcpConnector : public Connector {
  public:
-  explicit TcpConnector(int rank) : rank_(rank), meeting_(rank) {}
+  explicit TcpConnector(int rank) : rank_(rank), rendezvous_(rank) {}
 
-  Bytes offer() const override { return to_bytes(meeting_.offer()); }
+  Bytes offer() const override { return to_bytes(rendezvous_.offer()); }
 
   std::string refusal(const std::vector<Bytes>& offers) const override {
     for (const Bytes& offer : offers) TcpOffer::read(offer);  // throws if it is invalid
@@ -369,15 +369,15 @@ class TcpConnector : public Connector {
                                      const Reach& reach) override {
     std::vector<TcpOffer> all;
     for (const Bytes& offer : offers) all.push_back(TcpOffer::read(offer));
-    const auto at_most = std::min<std::chrono::duration<double>>(reach.at_most, kLongestMeeting);
+    const auto at_most = std::min<std::chrono::duration<double>>(reach.at_most, kLongestRendezvous);
     // Detects a vanished host before the collectives' own deadline.
-    return std::make_unique<TcpTransport>(rank_, meeting_.meet(all, {reach.ranks, at_most}),
+    return std::make_unique<TcpTransport>(rank_, rendezvous_.connect(all, {reach.ranks, at_most}),
                                           reach.at_most / 2);
   }
 
  private:
   const int rank_;
-  TcpMeeting meeting_;
+  TcpRendezvous rendezvous_;
 };
 
 }  // namespace

@@ -51,8 +51,8 @@ uint64_t Handshake::proof(Side side, const Nonce& theirs) const {
   const bool dials = side_ == Side::kDials;
   const struct {
     uint64_t side;
-    Nonce of_dialler, of_acceptor;
-    int64_t dialler, acceptor;
+    Nonce of_dialer, of_acceptor;
+    int64_t dialer, acceptor;
   } said{static_cast<uint64_t>(side), dials ? nonce_ : theirs, dials ? theirs : nonce_,
          dials ? rank_ : peer_, dials ? peer_ : rank_};
   return siphash(key_, as_bytes(said));

@@ -1,8 +1,8 @@
-// Buckets of values <-> records: a header and a field of codes. A bucket is read more than once,
-// but from the cache, unless it is larger than that. From a value to its place in the field, and
-// back, everything stays in registers, sixteen values at a time.
+// Encodes buckets of values to records (a header and a field of codes) and decodes them. A bucket
+// is read more than once, but from the cache unless it is larger. Between memory accesses
+// everything stays in registers, sixteen values at a time.
 //
-//   1. what a format is
+//   1. the interface of a format
 //   2. values -> codes -> field
 //   3. field -> codes -> values
 #pragma once
@@ -26,16 +26,16 @@ namespace {
 
 // ---- 1. formats ----
 //
-// A format F is a struct without state, which has
+// A format F is a stateless struct with these members:
 //
 //   Field                       how codes are packed: fields-inl.h
-//   Wire, Header                the header in bytes, and as numbers; read(Wire), write(Header)
-//   Grid                        what of a bucket encoding needs
-//   scan<Value>(values, n, run) -> Grid, of n > 0 values
+//   Wire, Header                the header as bytes and as numbers; read(Wire), write(Header)
+//   Grid                        the properties of a bucket that encoding needs
+//   scan<Value>(values, n, run) -> Grid, for n > 0 values
 //   header(grid)                -> Header
 //   flat(grid)                  whether all codes are kFlat
 //   codes(values, grid, r)      -> codes of sixteen values; r is their noise, or 0.5
-//   values(header, codes)       -> what lanes of codes decode to
+//   values(header, codes)       -> decoded values
 //   kMoves                      whether shift rounding moves its grid: move(grid, r, &header)
 
 // Calls visit(format) with the format of a run.
@@ -63,13 +63,13 @@ template <typename Visit>
 
 // ---- 2. encode ----
 
-// Values: buckets are scanned a few at a time, no more than these unless one alone has more. While
-// they are encoded, as many after them come from memory into the second-level cache.
+// In values. Buckets are scanned a few at a time, at most this many values unless one bucket has
+// more. During encoding, as many of the following values are prefetched to the L2 cache.
 constexpr int64_t kAhead = 2048;
-constexpr int kSecondLevel = 2;  // as __builtin_prefetch has it
+constexpr int kSecondLevel = 2;  // for __builtin_prefetch
 
-// One bucket's field. codes_of(i, values) gives the codes of elements [i, i + 16), of which
-// keep(i, n, values, codes) may keep what they lose; n < 16 at the bucket's end.
+// Encodes the field of one bucket. codes_of(i, values) returns the codes of elements [i, i + 16).
+// keep(i, n, values, codes) may store their errors; n < 16 at the end of the bucket.
 template <typename Value, typename Format, typename CodesOf, typename Keep>
 [[gnu::always_inline]] inline void encode_field(const Stored<typename Value::Bits>* values,
                                                 int64_t n, float fill, std::byte* __restrict field,
@@ -106,8 +106,8 @@ template <typename Value, typename Format, typename CodesOf, typename Keep>
   Field::pack_last(codes, end - field, n - first, field);
 }
 
-// A bucket's record. keep(header, i, n, values, codes) sees sixteen values at a time, as in
-// encode_field. Returns where the next record begins.
+// Encodes the record of a bucket. keep(header, i, n, values, codes) is called for sixteen values at
+// a time, as in encode_field. Returns the address of the next record.
 template <typename Value, typename Format, typename Keep>
 [[gnu::always_inline]] inline std::byte* encode_bucket(const Stored<typename Value::Bits>* values,
                                                        int64_t n, uint64_t index,
@@ -131,7 +131,7 @@ template <typename Value, typename Format, typename Keep>
   const auto keep_here = [&](int64_t i, int count, const Floats16& some, const Ints16& codes) {
     keep(header, i, count, some, codes);
   };
-  // What fills up the last sixteen values of a bucket has code 0 in a field of bits.
+  // Padding values at the end of a bucket get code 0 in a bit field.
   const float fill = Format::fill(grid);
   if (flat) {
     const Ints16 same = same_code(Format::kFlat);
@@ -155,14 +155,15 @@ template <typename Value, typename Format, typename Keep>
 
 constexpr int64_t kMostScans = 8;
 
-// keep(header, first, n, values, codes) sees n <= 16 values at a time, from element `first` on.
+// keep(header, first, n, values, codes) is called for n <= 16 values at a time, from element
+// `first` on.
 template <typename Value, typename Format, typename Keep>
 [[gnu::always_inline]] inline void quantize_as(const void* from, const BucketRun& run,
                                                const Rounding& rounding, std::byte* records,
                                                const Keep& keep) {
   const auto* values = static_cast<const Stored<typename Value::Bits>*>(from);
   Noise noise(rounding);
-  // The ends of a few buckets' scans, and their divisions, overlap if they follow each other.
+  // Scanning a few buckets in a row lets the ends of their scans, and their divisions, overlap.
   typename Format::Grid grids[kMostScans];
   const int64_t most = run.bucket_size < kAhead ? at_most(kMostScans, kAhead / run.bucket_size) : 1;
   for (int64_t start = 0; start < run.numel;) {
@@ -181,26 +182,27 @@ template <typename Value, typename Format, typename Keep>
   }
 }
 
-// lost: null, or what is lost of the values goes there; it may be the values.
+// `errors`: null, or where to write the quantization errors; may be `values`.
 template <typename Format>
 void quantize_floats(const float* values, const BucketRun& run, const Rounding& rounding,
-                     std::byte* records, float* lost) {
+                     std::byte* records, float* errors) {
   quantize_as<Float32, Format>(
       values, run, rounding, records,
-      [lost](const auto& header, int64_t first, int n, const Floats16& some, const Ints16& codes) {
-        if (!lost) return;
-        Floats16 errors;
+      [errors](const auto& header, int64_t first, int n, const Floats16& some,
+               const Ints16& codes) {
+        if (!errors) return;
+        Floats16 differences;
 #pragma GCC unroll 4
         for (int i = 0; i < kRegisters; ++i)
-          errors.at[i] = finite_or_zero(some.at[i] - Format::values(header, codes.at[i]));
-        store_some<Float32>(errors, n, reinterpret_cast<Stored<uint32_t>*>(lost) + first);
+          differences.at[i] = finite_or_zero(some.at[i] - Format::values(header, codes.at[i]));
+        store_some<Float32>(differences, n, reinterpret_cast<Stored<uint32_t>*>(errors) + first);
       });
 }
 
 void quantize_keeping(const float* values, const BucketRun& run, const Rounding& rounding,
-                      std::byte* records, float* lost) {
+                      std::byte* records, float* errors) {
   with_format(run, [&](auto format) {
-    quantize_floats<decltype(format)>(values, run, rounding, records, lost);
+    quantize_floats<decltype(format)>(values, run, rounding, records, errors);
   });
 }
 

@@ -1,4 +1,4 @@
-// Values that travel exact: conversion, sums, min, max, product, division. One pass each.
+// Uncompressed values: conversion, sums, min, max, product, division. One pass each.
 #pragma once
 
 #include <cstdint>
@@ -28,28 +28,28 @@ void convert(Dtype from_type, const void* from, Dtype to_type, void* to, int64_t
   });
 }
 
-// `lost` may be the values themselves.
+// `errors` may be the values.
 template <typename To>
-void convert_keeping_as(const float* from_floats, void* to_bytes, float* lost_floats,
+void convert_keeping_as(const float* from_floats, void* to_bytes, float* error_floats,
                         int64_t numel) {
   const auto* from = reinterpret_cast<const Stored<float>*>(from_floats);
   auto* __restrict to = static_cast<Stored<typename To::Bits>*>(to_bytes);
-  auto* lost = reinterpret_cast<Stored<float>*>(lost_floats);
+  auto* errors = reinterpret_cast<Stored<float>*>(error_floats);
 #pragma GCC ivdep
   for (int64_t i = 0; i < numel; ++i) {
     const float value = from[i].value;
     const typename To::Bits rounded = To::round(value);
     to[i].value = rounded;
-    lost[i].value = finite_or_zero(value - To::widen(rounded));
+    errors[i].value = finite_or_zero(value - To::widen(rounded));
   }
 }
 
-void convert_keeping(const float* from, Dtype to_type, void* to, float* lost, int64_t numel) {
+void convert_keeping(const float* from, Dtype to_type, void* to, float* errors, int64_t numel) {
   with_value_type(
-      to_type, [&](auto target) { convert_keeping_as<decltype(target)>(from, to, lost, numel); });
+      to_type, [&](auto target) { convert_keeping_as<decltype(target)>(from, to, errors, numel); });
 }
 
-// `base` and `sum` are equal or do not overlap: no __restrict between them.
+// `base` and `sum` are equal or do not overlap, so there is no __restrict between them.
 template <typename Value>
 void add_as(const void* bytes, const float* base, float* into, int64_t numel) {
   const auto* __restrict values = static_cast<const Stored<typename Value::Bits>*>(bytes);
@@ -71,7 +71,7 @@ void add_zero(const float* base, float* into, int64_t numel) {
   for (int64_t i = 0; i < numel; ++i) sum[i].value = with_one_nan(from[i].value + 0.0f);
 }
 
-// In fp32 the sum may be either of the two.
+// In fp32 the sum may be one of the summands.
 template <typename Value>
 void add_two_as(const void* first, const void* second, float* into, int64_t numel) {
   const auto* a = static_cast<const Stored<typename Value::Bits>*>(first);
@@ -86,7 +86,7 @@ void add_two(Dtype dtype, const void* a, const void* b, float* sum, int64_t nume
   with_value_type(dtype, [&](auto value) { add_two_as<decltype(value)>(a, b, sum, numel); });
 }
 
-// By the order of keys, so that -0 < +0 everywhere.
+// Compares order keys, so that -0 < +0 on all processors.
 template <bool kMin>
 [[gnu::always_inline]] inline float extreme(float a, float b) {
   const int32_t key_a = order_key(__builtin_bit_cast(int32_t, a));

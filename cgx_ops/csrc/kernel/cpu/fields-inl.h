@@ -1,11 +1,11 @@
-// Codes <-> fields: of `kBits` bits each, or of trits.
+// Packs codes into fields: bit fields of `kBits` bits per code, or trits.
 //
 //   1. sixteen codes of kBits bits <-> 2 * kBits bytes
-//   2. BitField, TritField: a field's groups, and what is left over at its end
+//   2. BitField, TritField: the groups of a field, and the remainder at its end
 //
-// Neighbours meet in the registers first: of two 32-bit lanes one 64-bit lane with 2 * kBits bits.
-// These are narrowed to bytes (or to halves, for more than 4 bits) in general registers, where two
-// shift-and-or steps squeeze out what is left between them. 4 bits and 8 need no step at all.
+// Neighbors are joined in vector registers first: two 32-bit lanes become one 64-bit lane with 2 *
+// kBits bits. These are narrowed to bytes (or 16-bit words, for more than 4 bits) in general
+// registers, where two shift-and-or steps remove the gaps. 4 and 8 bits need no such step.
 #pragma once
 
 #include <cstdint>
@@ -23,9 +23,9 @@ template <int kBits, int kLane>
 constexpr uint64_t kFields =
     ((uint64_t{1} << kBits) - 1) * (kLane == 8 ? 0x0101010101010101 : 0x0001000100010001);
 
-// Fields of kBits bits, each at the low end of a lane of kLane bits (8 or 16) -> end to end. Where
-// one instruction does it, that does it; the AVX2 target does without, as the first processors of
-// AMD that have it take it step by step.
+// Moves fields of kBits bits, each at the low end of a lane of kLane bits (8 or 16), next to each
+// other. Uses one instruction (pext) if available. The AVX2 target does not, because the first AMD
+// processors with pext execute it slowly.
 template <int kBits, int kLane>
 [[gnu::always_inline]] inline uint64_t squeeze(uint64_t word) {
 #if defined(__BMI2__)
@@ -43,7 +43,7 @@ template <int kBits, int kLane>
 #endif
 }
 
-// The inverse. What lies above the fields is ignored.
+// The inverse. Bits above the fields are ignored.
 template <int kBits, int kLane>
 [[gnu::always_inline]] inline uint64_t spread(uint64_t word) {
 #if defined(__BMI2__)
@@ -64,8 +64,8 @@ template <int kBits, int kLane>
 #endif
 }
 
-// kBytes bytes of memory, 2 or 4 to 8, as a word: two parts that overlap. (Copied byte by byte into
-// a word in memory, they would have to reach it before the word can be read.)
+// Loads kBytes bytes (2, or 4 to 8) as a word, as two overlapping parts. (Copying byte by byte
+// would force the word through memory.)
 template <int kBytes>
 using WordPart =
     std::conditional_t<kBytes == 2, uint16_t, std::conditional_t<kBytes == 8, uint64_t, uint32_t>>;
@@ -96,8 +96,8 @@ template <int kBits>
   } else {
     const auto pairs = map<Ints16>(levels, [](Ints lanes) {
       const auto words = Words(lanes);
-      return Ints(words |
-                  (words >> (32 - kBits)));  // the odd lane's bits stay above; narrowed away
+      return Ints(words | (words >> (32 - kBits)));  // the odd lane's bits remain above and are
+                                                     // narrowed away
     });
     if constexpr (kBits <= 4) {
       store_word<2 * kBits>(squeeze<2 * kBits, 8>(bytes_of_words(pairs)), field);
@@ -140,8 +140,8 @@ template <int kBits>
   return codes;
 }
 
-// A group is kSteps times sixteen codes, in kGroupBytes bytes. pack_last and unpack_last are for
-// the fewer codes at a bucket's end.
+// A group has kSteps times sixteen codes in kGroupBytes bytes. pack_last and unpack_last handle the
+// fewer codes at the end of a bucket.
 template <int kBits>
 struct BitField {
   static constexpr int kSteps = 1;
@@ -167,8 +167,8 @@ struct BitField {
   }
 };
 
-// Five codes of 0, 1, 2 a byte. Byte j of a group's sixteen has codes j, 16 + j, ... 64 + j: all
-// lanes do the same. A last group of b bytes has its codes b apart.
+// Five codes of 0, 1, 2 per byte. Byte j of a group's sixteen has codes j, 16 + j, ... 64 + j, so
+// all lanes compute the same. In a last group of b bytes the distance is b.
 struct TritField {
   static constexpr int kSteps = 5;
   static constexpr int64_t kGroupBytes = 16;
@@ -187,7 +187,7 @@ struct TritField {
     Ints16 rest = ints_of_bytes(bytes);
     for (int step = 0; step < 4; ++step) {
       for (int i = 0; i < kRegisters; ++i) {
-        const Ints third = (rest.at[i] * 171) >> 9;  // of what is below 256
+        const Ints third = (rest.at[i] * 171) >> 9;  // for values below 256
         codes[step].at[i] = rest.at[i] - 3 * third;
         rest.at[i] = third;
       }

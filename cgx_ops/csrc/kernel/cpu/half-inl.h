@@ -1,4 +1,4 @@
-// Values of 16 bits, rounded at random between the two next to each, so unbiased.
+// Stochastic rounding to 16 bits, unbiased.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@
 namespace cgx::cpu::CGX_TARGET {
 namespace {
 
-// round(value, noise) -> 16 bits.
+// round(value, noise) returns 16 bits.
 template <typename From, typename Round>
 void convert_noisily_as(const void* from_bytes, int64_t numel, int64_t first_index,
                         const Rounding& rounding, void* to_bytes, const Round& round) {

@@ -1,9 +1,9 @@
 // All kernels of one CPU target. Each kernels_<target>.cc defines CGX_TARGET, its namespace, and
-// includes this file, the same source with another instruction set.
+// includes this file: the same source, compiled for a different instruction set.
 //
-// Nothing here may leave a function behind that the linker could merge with another target's: all
-// of it is internal to the file that includes it, shared helpers are always inlined, and the
-// standard library's functions are not called.
+// The linker must not merge functions of different targets. So everything is internal to the
+// including file, shared helpers are always inlined, and functions of the standard library are not
+// called.
 #pragma once
 
 #if !defined(CGX_TARGET)
@@ -40,7 +40,7 @@ constexpr Kernels table(const char* name, const char* description) {
           .scale = scale,
           .convert_noisily = convert_noisily,
           .count_from = count_from,
-          .places_from = places_from,
+          .indices_from = indices_from,
           .select_largest = select_largest,
           .rotate = rotate,
           .rotate_back = rotate_back};

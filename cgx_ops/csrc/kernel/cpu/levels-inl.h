@@ -1,8 +1,8 @@
-// Fixed levels times a bucket's scale: those of gaussian_level() times the root of the mean square;
-// with 1 bit the mean of magnitudes (EF-SignSGD, Karimireddy et al., ICML 2019). And signs alone,
-// whose scale is 1: SignSGD with majority vote (Bernstein et al., ICML 2018).
+// Fixed levels times a bucket's scale. The levels are those of gaussian_level(), and the scale is
+// the root mean square; with 1 bit it is the mean magnitude (EF-SignSGD, Karimireddy et al., ICML
+// 2019). Also signs alone, with scale 1: SignSGD with majority vote (Bernstein et al., ICML 2018).
 //
-// A code has the sign above, then the number of the magnitude's level.
+// A code has the sign in its top bit, then the level of the magnitude.
 #pragma once
 
 #include "kernel/cpu/scales-inl.h"
@@ -19,7 +19,7 @@ struct Levels {
     float scale;
     float at[8];  // the levels
   };
-  // From threshold j on a magnitude has level j + 1 at least; beyond the last there is none.
+  // A magnitude that reaches threshold j has at least level j + 1.
   struct Grid {
     float scale;
     float thresholds[8];
@@ -72,7 +72,7 @@ struct Levels {
       const Floats x = values.at[i], magnitude = magnitudes(x);
       Ints level{};
       if constexpr (kLevels > 1) {
-        // A bit at a time, from the highest: how many of the thresholds are not above.
+        // Counts the thresholds that the magnitude reaches, bit by bit from the highest.
         level = (magnitude >= Floats{} + grid.thresholds[kLevels / 2 - 1]) & (kLevels / 2);
 #pragma GCC unroll 4
         for (int bit = kLevels / 4; bit > 0; bit /= 2)

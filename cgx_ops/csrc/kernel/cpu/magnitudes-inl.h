@@ -1,5 +1,5 @@
-// Of values that were chosen for their magnitude: signs, and evenly spaced levels from the least
-// magnitude to the largest, rounded to the nearest. A code has the sign above, then the level.
+// For values chosen by their magnitude: signs, and evenly spaced levels from the smallest to the
+// largest magnitude, rounded to nearest. A code has the sign in its top bit, then the level.
 #pragma once
 
 #include "kernel/cpu/scales-inl.h"
@@ -24,7 +24,7 @@ struct Magnitudes {
   struct Grid {
     float least;
     float most;
-    float inverse;  // levels of 1; 0: all levels are 0
+    float inverse;  // levels per unit; 0: all levels are 0
   };
   static constexpr int32_t kFlat = 0;
   static constexpr bool kMoves = false;
@@ -63,7 +63,7 @@ struct Magnitudes {
     for (int i = 0; i < kRegisters; ++i) {
       const Floats x = values.at[i];
       const Floats at = (magnitudes(x) - grid.least) * grid.inverse + 0.5f;
-      // Below the least, as that was rounded: 0.
+      // Magnitudes may be below the rounded minimum: level 0.
       const Ints level = __builtin_convertvector(at > Floats{} ? at : Floats{}, Ints);
       codes.at[i] = (level < top ? level : top) | ((x < Floats{}) & kSign);
     }

@@ -1,6 +1,6 @@
-// What quantizing a tensor must lose follows from one number, whatever the bits: of buckets between
-// their minimum and maximum the sum of n * range^2, of other formats the sum of squares
-// (docs/guides/planner.md, "Bits"). Buckets are measured as the encoder does, and added in order.
+// The statistic that predicts the quantization error of a tensor for all bits: for min-max buckets
+// the sum of n * range^2, for other formats the sum of squares (docs/guides/planner.md). Buckets
+// are measured as the encoder does, and added in order.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,7 @@
 namespace cgx::cpu::CGX_TARGET {
 namespace {
 
-// Of one bucket; NaN if a value is not finite, or their range.
+// For one bucket. NaN if a value or the range is not finite.
 template <typename Value>
 double spread_of(const Stored<typename Value::Bits>* __restrict values, int64_t n) {
   const auto extent = static_cast<double>(extent_of<Value>(values, n).extent);

@@ -1,12 +1,12 @@
-// The noise of stochastic and shift rounding, in blocks of 128 elements (docs/reference/wire_format.md,
-// section 4): sixteen Philox counters in the lanes of vector registers give eight elements each.
-// A few blocks are made at once and kept, since short buckets need one block many times. Shift
-// rounding needs one element a bucket, and makes no more.
+// The noise of stochastic and shift rounding, in blocks of 128 elements
+// (docs/reference/wire_format.md, section 4). Sixteen Philox counters in the lanes of vector
+// registers give eight elements each. A few blocks are generated at a time and cached, since short
+// buckets need the same block many times. Shift rounding needs only one element per bucket.
 #pragma once
 
 #include <cstdint>
 
-#include "base/noise_place.h"
+#include "base/noise_position.h"
 #include "base/philox.h"
 #include "base/types.h"
 #include "kernel/cpu/vectors-inl.h"
@@ -18,10 +18,10 @@
 namespace cgx::cpu::CGX_TARGET {
 namespace {
 
-// The product of the low halves of 64-bit lanes.
+// Multiplies the low halves of 64-bit lanes.
 [[gnu::always_inline]] inline Words multiply_low_halves(Words a, uint32_t b) {
 #if defined(__AVX512F__)
-  // Unmasked, GCC 12 warns of an undefined register inside its own header.
+  // The unmasked version causes a warning in a header of GCC 12 about an undefined register.
   return Words(_mm512_maskz_mul_epu32(0xff, __m512i(a), _mm512_set1_epi64(b)));
 #elif defined(__AVX2__)
   return Words(_mm256_mul_epu32(__m256i(a), _mm256_set1_epi64x(b)));
@@ -32,8 +32,8 @@ namespace {
 #endif
 }
 
-// Two registers side by side: a round of Philox is a chain of a few slow steps, and two chains take
-// hardly longer than one.
+// Two registers processed together: a round of Philox is a chain of a few slow steps, and two
+// chains take hardly longer than one.
 struct Twin {
   Words a, b;
   Twin operator>>(int shift) const { return {a >> shift, b >> shift}; }
@@ -67,19 +67,19 @@ class Noise {
  public:
   explicit Noise(const Rounding& rounding) : rounding_(rounding), keys_(rounding.seed) {}
 
-  // r of elements [index, index + 16).
+  // The noise r of elements [index, index + 16).
   [[gnu::always_inline]] Floats16 at(uint64_t index) {
     if (index % kSixteen == 0) return group(index / kSixteen);
-    // Buckets that are no multiples of 16 long.
+    // For buckets whose size is not a multiple of 16.
     alignas(64) float two[2 * kSixteen];
     store_registers(group(index / kSixteen), two);
     store_registers(group(index / kSixteen + 1), two + kSixteen);
     return load_registers<Floats16>(two + index % kSixteen);
   }
 
-  // r of one element.
+  // The noise r of one element.
   float of(uint64_t index) const {
-    const auto [counter, half] = noise_place(index);
+    const auto [counter, half] = noise_position(index);
     uint64_t words[4] = {counter, counter >> 32, rounding_.rank, rounding_.phase};
     philox4x32_7(words, keys_);
     const auto u = static_cast<uint16_t>(words[half / 2] >> 16 * (half % 2));
@@ -87,16 +87,17 @@ class Noise {
   }
 
  private:
-  // A block's eight groups of sixteen: of each of the four words the low halves, then the high
-  // ones.
+  // A block has eight groups of sixteen: for each of the four words the low halves, then the high
+  // halves.
   static constexpr int kGroups = 8;
-  static constexpr int kBlocks = 4;  // made at once
+  static constexpr int kBlocks = 4;  // generated at a time
 
   [[gnu::always_inline]] Floats16 group(uint64_t number) {
     if (number / (kGroups * kBlocks) != made_) [[unlikely]]
       fill(number / (kGroups * kBlocks));
     const auto words = load_registers<Ints16>(words_[number % (kGroups * kBlocks) / 2]);
-    // (u + 0.5) / 65536, exact: u as the upper bits of the fraction of a float in [1, 2), minus 1.
+    // (u + 0.5) / 65536, exact: puts u into the upper bits of the fraction of a float in [1, 2),
+    // and subtracts 1.
     const auto uniform = [](Ints u) { return Floats((u & 0x007fff80) | 0x3f800040) - 1.0f; };
     return number % 2 ? map<Floats16>(words, [&](Ints word) { return uniform(word >> 9); })
                       : map<Floats16>(words, [&](Ints word) { return uniform(word << 7); });

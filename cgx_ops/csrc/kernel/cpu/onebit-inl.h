@@ -1,5 +1,5 @@
 // Signs, and the means of the negative values and of the others (Seide et al., Interspeech 2014). A
-// code is 1 where the value is negative.
+// code is 1 for negative values.
 #pragma once
 
 #include "kernel/cpu/scales-inl.h"

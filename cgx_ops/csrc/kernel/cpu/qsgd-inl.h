@@ -1,5 +1,5 @@
-// Signs, and levels of a bucket's 2-norm (QSGD, Alistarh et al., NIPS 2017), rounded at random
-// between the two next to the value, so unbiased. A code has the sign above, then the level.
+// Signs, and levels of a bucket's 2-norm (QSGD, Alistarh et al., NIPS 2017), stochastically
+// rounded, unbiased. A code has the sign in its top bit, then the level.
 #pragma once
 
 #include "kernel/cpu/scales-inl.h"
@@ -11,10 +11,10 @@ template <int kBits>
 struct Qsgd : OneScale {
   using Field = BitField<kBits>;
   static constexpr int32_t kSign = 1 << (kBits - 1);
-  static constexpr int32_t kMost = kSign - 1;  // the level of the norm itself
+  static constexpr int32_t kMost = kSign - 1;  // the level of the norm
   struct Grid {
     float norm;
-    float inverse;  // levels of 1; 0: all codes are 0
+    float inverse;  // levels per unit; 0: all codes are 0
   };
   static constexpr int32_t kFlat = 0;
 

@@ -1,5 +1,5 @@
-// Rotations (kernel/rotation.h), in place: sixteen blocks side by side, while there are so many
-// values; then the rest of a bucket.
+// Rotations (kernel/rotation.h), in place: groups of sixteen columns in parallel, then the rest of
+// a bucket.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@
 namespace cgx::cpu::CGX_TARGET {
 namespace {
 
-// A NaN has no sign.
+// NaN has no sign, so it is normalized.
 [[gnu::always_inline]] inline void flip_signs(Stored<uint32_t>* __restrict values, int64_t n) {
   for (int64_t p = 0; p < n; ++p) {
     const uint32_t flipped = values[p].value ^ rotation_sign(static_cast<uint32_t>(p));
@@ -19,7 +19,7 @@ namespace {
   }
 }
 
-// `size` rows of `width` values; width 16 where kSixteenWide.
+// Transforms `size` rows of `width` values; width is 16 if kSixteenWide.
 template <bool kSixteenWide>
 [[gnu::always_inline]] inline void hadamard(float* values, int size, int64_t width, float scale) {
   auto* at = reinterpret_cast<Stored<float>*>(values);

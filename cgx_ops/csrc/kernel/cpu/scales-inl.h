@@ -1,9 +1,9 @@
-// What a bucket is measured by: its largest magnitude, and sums over its values in an order that no
-// target changes; and scales of 16 bits.
+// Properties of a bucket: its largest magnitude, and sums of its values in an order that all
+// targets share. Also 16-bit scales.
 //
-//   1. headers of one scale
+//   1. headers with one scale
 //   2. the largest magnitude
-//   3. sums: blocks of 512 values in sixteen lanes each, folded in halves; then block by block
+//   3. sums: blocks of 512 values in sixteen lanes each, folded in halves, then block by block
 #pragma once
 
 #include <cstdint>
@@ -29,7 +29,7 @@ template <int kFirst, int kLast, typename Visit>
 
 // ---- 1. headers ----
 
-// A header of one scale: bf16, NaN if any value of the bucket is not finite.
+// A header with one scale: bf16, or NaN if any value of the bucket is not finite.
 struct Scale {
   float value;
 
@@ -40,7 +40,7 @@ struct Scale {
   [[gnu::always_inline]] uint16_t write() const { return round_to_bfloat16(value); }
 };
 
-// What formats of one scale share.
+// Common members of formats with one scale.
 struct OneScale {
   using Header = Scale;
   using Wire = uint16_t;
@@ -56,8 +56,8 @@ struct OneScale {
 
 // ---- 2. magnitudes ----
 
-// Of n > 0 values; one that is not finite if any is not. The order of the stored magnitudes is that
-// of the widened ones, so the scan widens nothing.
+// For n > 0 values. Non-finite if any value is. Stored magnitudes are ordered as the widened ones,
+// so the scan does not widen.
 template <typename Value>
 float largest_magnitude(const Stored<typename Value::Bits>* __restrict values, int64_t n) {
   using Bits = typename Value::Bits;
@@ -74,7 +74,7 @@ float largest_magnitude(const Stored<typename Value::Bits>* __restrict values, i
 
 // ---- 3. sums ----
 
-// A bucket's largest magnitude and sums over its values, each multiplied by scale.down.
+// A bucket's largest magnitude, and sums over its values multiplied by scale.down.
 template <int kSums>
 struct Measured {
   float largest;
@@ -82,8 +82,8 @@ struct Measured {
   double sums[kSums];
 };
 
-// Adds up the registers that terms(x, scaled) makes of each register, zeros of zeros.
-// Returns with them the largest magnitude of what is stored, as bits.
+// Sums the registers that terms(x, scaled) returns for each register; zeros must give zeros.
+// Returns the largest stored magnitude, as bits.
 template <typename Value, int kSums, typename Terms>
 [[gnu::always_inline]] inline int32_t add_up(const Stored<typename Value::Bits>* __restrict values,
                                              int64_t n, float down, const Terms& terms,
@@ -121,8 +121,8 @@ template <typename Value, int kSums, typename Terms>
   return most;
 }
 
-// Of n > 0 values. One pass where values need no scale, as they rarely do; the sums are of no use
-// if the largest is not finite.
+// For n > 0 values. A single pass unless values need scaling, which is rare. The sums are
+// meaningless if the largest magnitude is not finite.
 template <typename Value, int kSums, typename Terms>
 [[gnu::always_inline]] inline Measured<kSums> measure_bucket(
     const Stored<typename Value::Bits>* __restrict values, int64_t n, const Terms& terms) {
@@ -141,7 +141,7 @@ template <typename Value>
       values, n, [](Floats /*x*/, Floats scaled, Floats(&term)[1]) { term[0] = scaled * scaled; });
 }
 
-// The square root of the sum of squares, divided by `divisor` before the root.
+// The square root of (the sum of squares / divisor).
 [[gnu::always_inline]] inline float root_of_squares(const Measured<1>& squares, double divisor) {
   return __builtin_sqrtf(static_cast<float>(squares.sums[0] / divisor)) * squares.scale.up;
 }

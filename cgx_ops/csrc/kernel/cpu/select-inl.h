@@ -1,11 +1,11 @@
-// The places of the largest magnitudes. Magnitudes are compared as integers (keys), by which what
-// is not finite is larger than all else, NaN most; all NaNs are equal, since not all processors
-// keep what else is in them.
+// The indices of the largest magnitudes. Magnitudes are compared as integer keys. Infinity is
+// larger than all numbers, and NaN larger than infinity. All NaNs are equal, since processors do
+// not agree on their payloads.
 //
-//   1. how many values have a key or a larger one; and where they are
-//   2. the k-th largest key: from the largest down in growing steps; then by halves, among those
-//      few that are left
-//   3. the places of what is larger, and of the first that are equal
+//   1. Count the values that reach a key, and list their indices.
+//   2. Find the k-th largest key: from the largest down in growing steps, then by bisection among
+//      the few remaining candidates.
+//   3. List the indices of larger values, and of the first equal ones.
 #pragma once
 
 #include <cstdint>
@@ -31,7 +31,7 @@ constexpr int32_t kNanKey = 0x7f800001;
 }
 
 int64_t count_from(const Stored<uint32_t>* __restrict values, int64_t n, int32_t least) {
-  constexpr int64_t kMost = int64_t{1} << 30;  // of a lane's count
+  constexpr int64_t kMost = int64_t{1} << 30;  // limit for the count of a lane
   int64_t count = 0, i = 0;
   while (i + kSixteen <= n) {
     const int64_t end = n - i < kMost ? n : i + kMost;
@@ -48,15 +48,15 @@ int64_t count_from(const Stored<uint32_t>* __restrict values, int64_t n, int32_t
   return count;
 }
 
-// Calls visit(i) for every value of at least this key, in order, until that returns false. Such
-// values are few, so a branch in each sixteen would often be mispredicted: first a list is made of
-// the sixteens that have any.
+// Calls visit(i) for every value that reaches this key, in order, until it returns false. Such
+// values are rare, so a branch per sixteen values would often be mispredicted. So first collects
+// the groups of sixteen that contain any.
 template <typename Visit>
 [[gnu::always_inline]] inline void visit_from(const Stored<uint32_t>* __restrict values, int64_t n,
                                               int32_t least, const Visit& visit) {
   struct Sixteen {
     int64_t at;
-    TwoWords chosen;  // a byte for each: 0 or 1
+    TwoWords chosen;  // a byte per value: 0 or 1
   };
   constexpr int64_t kMost = 256;
   Sixteen found[kMost];
@@ -86,22 +86,22 @@ int64_t count_from(const float* values, int64_t n, float magnitude) {
                     __builtin_bit_cast(int32_t, magnitude));
 }
 
-int64_t places_from(const float* values, int64_t n, float magnitude, int64_t most,
-                    uint32_t* places) {
+int64_t indices_from(const float* values, int64_t n, float magnitude, int64_t most,
+                     uint32_t* indices) {
   int64_t found = 0;
   visit_from(reinterpret_cast<const Stored<uint32_t>*>(values), n,
              __builtin_bit_cast(int32_t, magnitude), [&](int64_t i) {
-               if (found < most) places[found] = static_cast<uint32_t>(i);
+               if (found < most) indices[found] = static_cast<uint32_t>(i);
                return ++found <= most;
              });
   return found;
 }
 
-// The k-th largest key, or one below it that no other value has; it lies from `low`, which at least
-// k values reach, to `high`. Narrows both until no more than `few` values are in question.
+// Bounds on the k-th largest key, or on a key below it that no other value has. At least k values
+// reach `low`. Bisects until at most `few` candidates remain.
 struct Bounds {
   int32_t low, high;
-  int64_t from_low;  // values that reach low
+  int64_t from_low;  // number of values that reach low
 };
 Bounds halve(const Stored<uint32_t>* values, int64_t n, int64_t k, Bounds bounds, int64_t few) {
   while (bounds.low < bounds.high && bounds.from_low > few) {
@@ -130,20 +130,20 @@ Bounds step_down(const Stored<uint32_t>* values, int64_t n, int64_t k) {
   return {0, high, n};
 }
 
-// Takes the first `equal` of the values that are `least`, and all larger ones. place(i): of value
-// i.
+// Lists all values larger than `least`, and the first `equal` values that equal it. index_of(i)
+// converts the index of a value.
 template <typename Place>
 [[gnu::always_inline]] inline void take(const Stored<uint32_t>* values, int64_t n, int32_t least,
-                                        int64_t equal, const Place& place, uint32_t* places) {
+                                        int64_t equal, const Place& place, uint32_t* indices) {
   visit_from(values, n, least, [&](int64_t i) {
-    if (key_of(values[i]) > least || equal-- > 0) *places++ = place(i);
+    if (key_of(values[i]) > least || equal-- > 0) *indices++ = place(i);
     return true;
   });
 }
 
-// In ascending order, of n < 2^32 values. 0 < k <= n.
-void select_largest(const float* from, int64_t n, int64_t k, uint32_t* places) {
-  // To look through all values takes as long as to copy about a hundred.
+// In ascending order, for n < 2^32 values. 0 < k <= n.
+void select_largest(const float* from, int64_t n, int64_t k, uint32_t* indices) {
+  // A pass over all values takes as long as copying about a hundred of them.
   constexpr int64_t kFew = 1024;
   const int64_t about = 2 * k + 64 < kFew ? 2 * k + 64 : kFew;
   const auto* values = reinterpret_cast<const Stored<uint32_t>*>(from);
@@ -155,17 +155,19 @@ void select_largest(const float* from, int64_t n, int64_t k, uint32_t* places) {
   if (bounds.from_low > kFew)
     return take(
         values, n, bounds.low, equal(values, n), [](int64_t i) { return static_cast<uint32_t>(i); },
-        places);
+        indices);
   Stored<uint32_t> few[kFew];
-  uint32_t few_places[kFew];
+  uint32_t few_indices[kFew];
   int64_t count = 0;
   visit_from(values, n, bounds.low, [&](int64_t i) {
     few[count] = values[i];
-    few_places[count++] = static_cast<uint32_t>(i);
+    few_indices[count++] = static_cast<uint32_t>(i);
     return true;
   });
   bounds = halve(few, count, k, bounds, 0);
-  take(few, count, bounds.low, equal(few, count), [&](int64_t i) { return few_places[i]; }, places);
+  take(
+      few, count, bounds.low, equal(few, count), [&](int64_t i) { return few_indices[i]; },
+      indices);
 }
 
 }  // namespace

@@ -1,5 +1,5 @@
-// The CPU targets of this build: one table of kernels each, compiled from the same source with
-// different instruction sets. Only dispatch.cc reads them.
+// The CPU targets of this build: one table of kernels each, compiled from the same source for
+// different instruction sets. Used by dispatch.cc only.
 #pragma once
 
 #include "kernel/kernels.h"

@@ -1,6 +1,6 @@
-// -1, 0 or 1 times a bucket's scale (TernGrad, Wen et al., NIPS 2017): not 0 with a probability of
-// magnitude / scale, so unbiased. The scale is the largest magnitude; with `clip` at most 2.5 times
-// the root of the mean square, to which values are clipped. Codes are 0, 1, 2.
+// -1, 0 or 1 times a bucket's scale (TernGrad, Wen et al., NIPS 2017). The probability of a nonzero
+// code is magnitude / scale, so it is unbiased. The scale is the largest magnitude or, with `clip`,
+// at most 2.5 times the root mean square, to which values are clipped. Codes are 0, 1, 2.
 #pragma once
 
 #include "kernel/cpu/scales-inl.h"

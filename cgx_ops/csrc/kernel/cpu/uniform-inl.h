@@ -8,11 +8,10 @@ namespace {
 
 struct Extent {
   float lo;
-  float extent;  // max - min; both NaN if a value is not finite, or their difference
+  float extent;  // max - min; both are NaN if a value or the difference is not finite
 };
 
-// Of n > 0 values. The order of the stored values is that of the widened ones, so the scan widens
-// nothing.
+// For n > 0 values. Stored values are ordered as the widened ones, so the scan does not widen.
 template <typename Value>
 [[gnu::always_inline]] inline Extent extent_of(
     const Stored<typename Value::Bits>* __restrict values, int64_t n) {
@@ -27,7 +26,7 @@ template <typename Value>
   const float lo = Value::widen(static_cast<std::make_unsigned_t<Key>>(order_key(lowest)));
   const float hi = Value::widen(static_cast<std::make_unsigned_t<Key>>(order_key(highest)));
   const float extent = hi - lo;
-  // Any NaN or infinity is at an end of the order.
+  // NaN and infinity are at the ends of the order.
   if (!is_finite(lo) || !is_finite(hi) || !is_finite(extent)) return {kNan, kNan};
   return {lo, extent};
 }
@@ -63,7 +62,7 @@ struct Uniform {
   [[gnu::always_inline]] static bool flat(const Grid& grid) { return grid.inverse == 0.0f; }
   [[gnu::always_inline]] static float fill(const Grid& grid) { return grid.lo; }
 
-  // False: the moved grid is not finite.
+  // Returns false if the moved grid is not finite.
   [[gnu::always_inline]] static bool move(const Grid& grid, float r, Header* header) {
     header->min = grid.lo + (0.5f - r) * grid.step;
     if (is_finite(header->min)) return true;
@@ -73,8 +72,8 @@ struct Uniform {
 
   [[gnu::always_inline]] static Wire write(const Header& header) { return header; }
   [[gnu::always_inline]] static Header read(const Wire& wire) {
-    // No rank writes another one that is not finite; of two NaNs it would depend on the compiler
-    // which is kept.
+    // No rank writes any other non-finite header. Which of two NaNs is kept would depend on the
+    // compiler.
     return is_finite(wire.min) && is_finite(wire.step) ? wire : Header{kNan, kNan};
   }
 
@@ -84,7 +83,7 @@ struct Uniform {
     Ints16 levels;
 #pragma GCC unroll 4
     for (int i = 0; i < kRegisters; ++i) {
-      // Not negative, and little more than the highest: truncation is floor and cannot overflow.
+      // Not negative, and hardly above the highest level: truncation is floor and cannot overflow.
       const Ints level =
           __builtin_convertvector((values.at[i] - grid.lo) * grid.inverse + r.at[i], Ints);
       levels.at[i] = level < top ? level : top;

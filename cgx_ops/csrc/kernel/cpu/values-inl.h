@@ -1,5 +1,5 @@
-// How a value is stored, widened to fp32 and rounded back, one struct per Dtype; and the order of
-// values as the order of integers. Pointers need not be aligned to the type.
+// Storage, widening to fp32 and rounding of each Dtype, and the order of values as integers.
+// Pointers may be unaligned.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@ namespace cgx::cpu::CGX_TARGET {
 namespace {
 
 // A value at any address, in memory of any type. (A typedef with these attributes would lose them
-// in templates and under auto.)
+// in templates and with auto.)
 template <typename T>
 struct [[gnu::packed, gnu::may_alias]] Stored {
   T value;
@@ -42,8 +42,8 @@ struct Bfloat16 {
   [[gnu::always_inline]] static uint16_t round(float x) { return round_to_bfloat16(x); }
 };
 
-// Signed integers ordered as the values are, with -0 < +0 and NaNs beyond the infinities. The map
-// is its own inverse.
+// Signed integers in the order of the values, with -0 < +0, and NaNs beyond the infinities. The
+// function is its own inverse.
 template <typename Key>
 [[gnu::always_inline]] inline Key order_key(Key bits) {
   constexpr int kSignBit = 8 * sizeof(Key) - 1;
@@ -51,8 +51,8 @@ template <typename Key>
   return static_cast<Key>(bits ^ ((bits >> kSignBit) & kMagnitude));
 }
 
-// Results of arithmetic carry one NaN: which operand's payload survives, and the sign of Inf - Inf,
-// differ between processors.
+// Normalizes NaN: processors differ in the payload that survives an operation and in the sign of
+// Inf - Inf.
 [[gnu::always_inline]] inline float with_one_nan(float x) {
   const uint32_t bits = __builtin_bit_cast(uint32_t, x);
   return __builtin_bit_cast(float, is_nan(bits) ? kFloat32Nan : bits);
@@ -60,7 +60,7 @@ template <typename Key>
 
 [[gnu::always_inline]] inline float finite_or_zero(float x) { return is_finite(x) ? x : 0.0f; }
 
-// Calls visit(Float32{}) or its siblings.
+// Calls visit(Float32{}), visit(Float16{}) or visit(Bfloat16{}).
 template <typename Visit>
 [[gnu::always_inline]] inline void with_value_type(Dtype dtype, const Visit& visit) {
   switch (dtype) {

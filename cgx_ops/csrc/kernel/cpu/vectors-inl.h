@@ -1,10 +1,10 @@
-// Sixteen values at a time, in as many native registers as they need: the unit in which the codec
-// works. Arithmetic is written with the compilers' vector types; the few moves between widths that
-// compilers do badly with those are spelled out for each instruction set.
+// Sixteen values, in as many native registers as they need: the unit in which codecs work.
+// Arithmetic uses the compilers' vector types. The few conversions between widths that compilers
+// translate badly are written with intrinsics for each instruction set.
 //
 //   1. registers of one native size, and sixteen values made of them
 //   2. memory <-> sixteen values
-//   3. lanes of 32 and 64 bits <-> bytes and halves, end to end
+//   3. 32-bit and 64-bit lanes <-> contiguous bytes and 16-bit words
 #pragma once
 
 #include <cstdint>
@@ -58,7 +58,7 @@ template <typename Out, typename In, typename F>
   return Floats(Ints(x) & ((Ints(x) & exponent) != exponent));
 }
 
-// table[i] of each lane i, below 8; table is eight floats.
+// table[i] for each lane i < 8. The table has eight floats.
 [[gnu::always_inline]] inline Floats look_up8(const float* table, Ints i) {
 #if defined(__AVX512F__)
   const __m512 both = _mm512_maskz_broadcast_f32x8(0xffff, _mm256_loadu_ps(table));
@@ -74,7 +74,7 @@ template <typename Out, typename In, typename F>
 
 // ---- 2. memory ----
 
-// Register by register: copied as one struct, GCC takes smaller steps, through the stack.
+// Register by register: GCC copies a whole struct in smaller steps through the stack.
 template <typename Sixteen>
 [[gnu::always_inline]] inline Sixteen load_registers(const void* from) {
   Sixteen to;
@@ -90,7 +90,7 @@ template <typename Sixteen>
                      sizeof(from.at[0]));
 }
 
-// Widened to fp32.
+// Loads and widens to fp32.
 template <typename Value>
 [[gnu::always_inline]] inline Floats16 load16(const Stored<typename Value::Bits>* values) {
   if constexpr (sizeof(typename Value::Bits) == sizeof(float)) {
@@ -102,7 +102,7 @@ template <typename Value>
   }
 }
 
-// Rounded to the type.
+// Rounds to the type and stores.
 template <typename Value>
 [[gnu::always_inline]] inline void store16(const Floats16& from,
                                            Stored<typename Value::Bits>* values) {
@@ -115,7 +115,7 @@ template <typename Value>
   }
 }
 
-// Of which only n <= 16 are there; the others are `fill`.
+// Loads n <= 16 values; the others are `fill`.
 template <typename Value>
 [[gnu::always_inline]] inline Floats16 load_last(const Stored<typename Value::Bits>* values, int n,
                                                  float fill) {
@@ -124,7 +124,7 @@ template <typename Value>
   return load_registers<Floats16>(last);
 }
 
-// The first n <= 16.
+// Stores the first n <= 16 values.
 template <typename Value>
 [[gnu::always_inline]] inline void store_some(const Floats16& from, int n,
                                               Stored<typename Value::Bits>* values) {
@@ -134,10 +134,10 @@ template <typename Value>
   __builtin_memcpy(values, last, static_cast<size_t>(n) * sizeof(last[0]));
 }
 
-// ---- 3. wide lanes <-> small ones ----
+// ---- 3. wide lanes <-> narrow lanes ----
 //
-// `ints` are sixteen lanes of 32 bits, `words` the same registers as eight lanes of 64 bits.
-// Narrowing keeps the low bits of each lane, widening fills up with zeros.
+// `ints` are sixteen 32-bit lanes, `words` the same registers as eight 64-bit lanes. Narrowing
+// keeps the low bits of each lane; widening fills with zeros.
 
 struct TwoWords {
   uint64_t at[2];
@@ -145,7 +145,7 @@ struct TwoWords {
 
 #if defined(__AVX2__)
 
-// Between the two kinds of registers, not by way of memory.
+// Moves between the two kinds of registers, not through memory.
 [[gnu::always_inline]] inline TwoWords two_words(__m128i from) {
   return {{static_cast<uint64_t>(_mm_cvtsi128_si64(from)),
            static_cast<uint64_t>(_mm_extract_epi64(from, 1))}};
@@ -158,7 +158,8 @@ struct TwoWords {
 
 #if defined(__AVX512F__)
 
-// The masks let every lane pass: unmasked, GCC 12 warns of an undefined register inside its header.
+// The masks are all ones: unmasked versions cause a warning in a header of GCC 12 about an
+// undefined register.
 [[gnu::always_inline]] inline TwoWords bytes_of_ints(const Ints16& from) {
   const auto bytes = _mm512_maskz_cvtepi32_epi8(0xffff, __m512i(from.at[0]));
   return two_words(bytes);
@@ -182,12 +183,12 @@ struct TwoWords {
 
 #elif defined(__AVX2__)
 
-// Bytes that `pick` takes from each half of a register (-1: zero), one half laid over the other.
+// Takes the bytes `pick` from each half of a register (-1: zero) and ORs the halves.
 [[gnu::always_inline]] inline __m128i fold(__m256i from, __m256i pick) {
   const __m256i picked = _mm256_shuffle_epi8(from, pick);
   return _mm_or_si128(_mm256_castsi256_si128(picked), _mm256_extracti128_si256(picked, 1));
 }
-// The low halves of 64-bit lanes: of the first register 0 1, of the second 0 1, then 2 3 and 2 3.
+// The low halves of 64-bit lanes: 0 1 of the first register, 0 1 of the second, then 2 3 and 2 3.
 [[gnu::always_inline]] inline __m256i low_halves(const Ints16& from) {
   return __m256i(_mm256_shuffle_ps(__m256(from.at[0]), __m256(from.at[1]), 0x88));
 }
@@ -227,7 +228,7 @@ struct TwoWords {
 
 #else
 
-// Lane by lane: compilers make of it what the instruction set has.
+// Lane by lane: compilers use the best instructions of the target.
 template <typename Out, typename FromLane, typename ToLane, typename In>
 [[gnu::always_inline]] inline Out converted(const In& in) {
   constexpr int kCount = sizeof(In) / sizeof(FromLane);

@@ -1,7 +1,8 @@
-// The arithmetic of docs/reference/wire_format.md, operation by operation: nothing contracts, nothing is
-// flushed, NaNs are one NaN. And a Dtype's values: how they are stored, widened to fp32, rounded.
+// The arithmetic of docs/reference/wire_format.md, operation by operation: without FMA contraction
+// or flushing of denormals, and with one canonical NaN. Also storage, widening to fp32 and rounding
+// of each Dtype.
 //
-// The GPU converts halves by instructions that give the bits of base/half.h but for NaNs.
+// Except for NaN, the GPU's conversion instructions for 16-bit types give the bits of base/half.h.
 #pragma once
 
 #include <cstdint>
@@ -20,7 +21,7 @@
 
 namespace cgx::device::cuda {
 
-// ---- 1. operations, each rounded to nearest even ----
+// ---- 1. operations, rounded to nearest even ----
 
 CGX_LANE uint32_t bits_of(float x) { return __builtin_bit_cast(uint32_t, x); }
 CGX_LANE float float_of(uint32_t bits) { return __builtin_bit_cast(float, bits); }
@@ -49,13 +50,13 @@ CGX_LANE double divide(double a, double b) { return a / b; }
 CGX_LANE float narrowed(double x) { return static_cast<float>(x); }
 #endif
 
-// Rounded towards zero; of a magnitude below 2^31.
+// Rounds towards zero; magnitudes must be below 2^31.
 CGX_LANE int32_t truncated(float x) { return static_cast<int32_t>(x); }
 CGX_LANE float as_float(int32_t x) { return static_cast<float>(x); }
 
-// Conversions between floats and integers are slow on a GPU; a float of [2^23, 2^24) holds an
+// Conversions between floats and integers are slow on a GPU, but a float in [2^23, 2^24) has an
 // integer in its low bits.
-inline constexpr uint32_t kIntegerBits = 0x4b000000;  // of 2^23
+inline constexpr uint32_t kIntegerBits = 0x4b000000;  // the bits of 2^23
 
 // 2^23 + floor(x), for 0 <= x < 2^22.
 CGX_LANE float floor_as_integer(float x) {
@@ -68,12 +69,13 @@ CGX_LANE float floor_as_integer(float x) {
 
 CGX_LANE float with_one_nan(float x) { return is_nan(bits_of(x)) ? float_of(kFloat32Nan) : x; }
 
-// Integers ordered as the values are, with -0 < +0 and NaNs beyond the infinities; its own inverse.
+// Integers in the order of the values, with -0 < +0, and NaNs beyond the infinities. The function
+// is its own inverse.
 CGX_LANE int32_t order_key(int32_t bits) { return bits ^ ((bits >> 31) & 0x7fffffff); }
 CGX_LANE int32_t key_of(float x) { return order_key(static_cast<int32_t>(bits_of(x))); }
 CGX_LANE float value_of_key(int32_t key) { return float_of(static_cast<uint32_t>(order_key(key))); }
 
-// The ops of exact values but sums; a NaN wins.
+// The op of uncompressed values. NaN wins.
 CGX_LANE float combine(Op op, float a, float b) {
   if (op == Op::kProduct) return multiply(a, b);
   if (op != Op::kMin && op != Op::kMax) return add(a, b);
@@ -124,11 +126,11 @@ struct Bfloat16 {
 };
 #endif
 
-// As what values travel in 16 bits: fp16 where the tensor is.
+// The type for values sent in 16 bits: fp16 for fp16 tensors, otherwise bf16.
 template <typename Value>
 using HalfOf = std::conditional_t<std::is_same_v<Value, Float16>, Float16, Bfloat16>;
 
-// Rounded at random, as base/half.h says; `noise` is one of 2^16 numbers.
+// Stochastic rounding, as in base/half.h. `noise` is uniform in [0, 2^16).
 CGX_LANE uint16_t round_noisily(Float16, float x, uint32_t noise) {
   return round_noisily_to_float16(x, noise);
 }

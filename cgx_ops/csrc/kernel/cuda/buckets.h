@@ -1,7 +1,7 @@
-// What a group does with one bucket of an Encode, a Reduce or a Decode: the bodies of the kernels.
+// The kernel bodies: the work of a group for one bucket of an Encode, a Reduce or a Decode.
 //
-//   1. where the bucket lies
-//   2. run_bucket(): its source (sources.h) into its target (targets.h)
+//   1. addresses of the bucket
+//   2. run_bucket(): from its source (sources.h) to its target (targets.h)
 #pragma once
 
 #include <cstdint>
@@ -18,11 +18,11 @@
 
 namespace cgx::device::cuda {
 
-// ---- 1. places ----
+// ---- 1. addresses ----
 
-// Where this exchange's messages lie, and whether there is one.
+// The region of the current exchange's messages, and whether the collective has failed.
 struct Place {
-  int64_t read, write;  // bytes from the addresses in the launch
+  int64_t read, write;  // offsets in bytes from the addresses in the launch
   bool failed;
 };
 CGX_LANE Place place_of(const Regions& regions, const uint32_t* fault) {
@@ -31,9 +31,9 @@ CGX_LANE Place place_of(const Regions& regions, const uint32_t* fault) {
   return {done % 2 ? bytes : 0, done % 2 ? 0 : bytes, fault && *fault != 0};
 }
 
-// A bucket's place in its piece.
+// The position of a bucket in its piece.
 struct Extent {
-  int64_t start;  // elements
+  int64_t start;  // in elements
   int64_t numel;
 };
 CGX_LANE Extent extent_of(const Piece& piece, int64_t number) {
@@ -48,8 +48,8 @@ CGX_LANE Noise noise_of(const Piece& piece, const Launch& launch) {
   return {block_seed(seed, piece.block), launch.rank, launch.phase};
 }
 
-// Of a bucket that begins with element `start` of its piece. Whatever the block: all ranks draw
-// alike.
+// For a bucket that begins at element `start` of its piece. Does not depend on the block, because
+// all ranks draw the same indices.
 CGX_LANE Draw draw_of(const Piece& piece, int64_t start) {
   return {piece.seed, static_cast<uint64_t>(piece.first_index + start)};
 }
@@ -58,9 +58,9 @@ CGX_LANE Draw draw_of(const Piece& piece, int64_t start) {
 
 template <typename Value, typename Format, typename Group, typename Source>
 CGX_LANE void write_bucket(Group& group, std::byte* buffer, const Target& target, int64_t numel,
-                           const Source& source, const Draw& places) {
+                           const Source& source, const Draw& indices) {
   if constexpr (Format::kFormats == Formats::kSparse)
-    write_sparse<Value>(group, buffer, target, numel, source, places);
+    write_sparse<Value>(group, buffer, target, numel, source, indices);
   else
     write_record<Value, Format>(group, buffer, target, numel, source);
 }
@@ -76,7 +76,7 @@ CGX_LANE void run_bucket(Group& group, std::byte* buffer, const Encode& launch, 
   std::byte* record =
       piece.message + place.write + bucket_at(bucket.number, piece.bucket_size, coding, kWidth);
   std::byte* residual = moved(piece.residual, start * kWidth);
-  // Values without a grid are cut as suits a warp (cut_exact_pieces): a block gets none.
+  // Values without a grid are always cut for warps (cut_exact_pieces), so blocks never get them.
   const bool half = Group::kLanes == kWarpLanes && Format::in_halves(coding);
   const bool exact = Group::kLanes == kWarpLanes && is_exact(coding);
   if (!residual && place.failed) return;
@@ -85,7 +85,7 @@ CGX_LANE void run_bucket(Group& group, std::byte* buffer, const Encode& launch, 
                       [&](const auto& visit) { for_copies(&launch.copies, record, visit); });
     return;
   }
-  // A failed rank's peers may be reading.
+  // Do not write after a failure: peers may still be reading.
   const Target target{.record = place.failed ? nullptr : record,
                       .copies = &launch.copies,
                       .coding = coding,
@@ -140,13 +140,13 @@ CGX_LANE void run_bucket(Group& group, std::byte* buffer, const Reduce& launch, 
       .size = launch.size,
       .own = launch.own,
       .coding = coding,
-      .places = draw_of(piece, start),
+      .indices = draw_of(piece, start),
       .own_vote = votes ? vote_of<Value>(group, buffer, own_values, numel) : 1.0f,
       .op = launch.op,
       .divisor = launch.divisor,
       .failed = place.failed};
   const int64_t at = bucket_at(bucket.number, piece.bucket_size, to, kWidth);
-  // A failed rank's peers may be reading.
+  // Do not write after a failure: peers may still be reading.
   const Target target{.record = place.failed ? nullptr : moved(piece.reduced, place.write + at),
                       .copies = &launch.copies,
                       .coding = to,
@@ -191,7 +191,7 @@ CGX_LANE void run_bucket(Group& group, std::byte* buffer, const Decode& launch, 
                                              .size = 1,
                                              .own = -1,
                                              .coding = coding,
-                                             .places = draw_of(piece, start),
+                                             .indices = draw_of(piece, start),
                                              .own_vote = 1.0f,
                                              .op = Op::kSum,
                                              .divisor = 1.0f,

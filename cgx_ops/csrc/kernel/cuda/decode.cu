@@ -1,4 +1,4 @@
-// Kernels of Decode: uniform buckets and exact values.
+// Decode kernels for uniform buckets and uncompressed values.
 #include "kernel/cuda/launching.cuh"
 
 namespace cgx::device::cuda {

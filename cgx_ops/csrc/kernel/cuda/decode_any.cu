@@ -1,4 +1,4 @@
-// Kernels of Decode: buckets of any format.
+// Decode kernels for buckets of any format.
 #include "kernel/cuda/launching.cuh"
 
 namespace cgx::device::cuda {

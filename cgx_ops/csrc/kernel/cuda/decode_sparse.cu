@@ -1,4 +1,4 @@
-// Kernels of Decode: sparse buckets.
+// Decode kernels for sparse buckets.
 #include "kernel/cuda/launching.cuh"
 
 namespace cgx::device::cuda {

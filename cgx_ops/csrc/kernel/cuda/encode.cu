@@ -1,4 +1,4 @@
-// Kernels of Encode: uniform buckets and exact values.
+// Encode kernels for uniform buckets and uncompressed values.
 #include "kernel/cuda/launching.cuh"
 
 namespace cgx::device::cuda {

@@ -1,4 +1,4 @@
-// Kernels of Encode: buckets of any format.
+// Encode kernels for buckets of any format.
 #include "kernel/cuda/launching.cuh"
 
 namespace cgx::device::cuda {

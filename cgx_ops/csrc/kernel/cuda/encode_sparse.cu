@@ -1,4 +1,4 @@
-// Kernels of Encode: sparse buckets.
+// Encode kernels for sparse buckets.
 #include "kernel/cuda/launching.cuh"
 
 namespace cgx::device::cuda {

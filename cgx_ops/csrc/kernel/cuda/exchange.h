@@ -1,10 +1,11 @@
-// One exchange of Signals (launches.h), by one warp: a lane a peer.
+// One exchange of Signals (launches.h), by one warp with one lane per peer.
 //
-//   1. the notice and the number to every peer
-//   2. theirs is waited for, until all are there, one has failed, or time is up
-//   3. the exchange is counted, or the failure told to host and peers
+//   1. Write the notice and the exchange number to every peer.
+//   2. Wait for the peers' numbers, until all have arrived, one has failed, or the timeout has
+//      passed.
+//   3. Count the exchange, or report the failure to the host and the peers.
 //
-// Memory says how words are shared with other devices and with the host: load_acquire and
+// Memory provides access to words shared with other GPUs and the host: load_acquire and
 // store_release at system scope, fence, now (ns), pause.
 #pragma once
 
@@ -15,7 +16,7 @@
 
 namespace cgx::device::cuda {
 
-// What a lane knows of its peer.
+// A lane's state of its peer.
 struct Peer {
   bool awaited;
   uint32_t failure;  // a cgx_status_t
@@ -28,7 +29,7 @@ CGX_LANE void exchange(Group& group, const Signals& signals) {
   const int rank = signals.rank, size = signals.size;
   const uint64_t number = *signals.done + 1;
   const auto region = static_cast<int>(number % 2) * size;
-  // This rank's mailbox at a peer, a peer's mailbox here.
+  // This rank's mailbox at a peer, and a peer's mailbox here.
   const auto mailbox_at = [&](int peer) -> Mailbox& {
     return signals.at_peer[peer][region + rank];
   };
@@ -88,10 +89,10 @@ CGX_LANE void exchange(Group& group, const Signals& signals) {
       });
       return;
     }
-    // Whoever disagrees does so for all: each is to see it for itself, in what this exchange said.
+    // A mismatch is detected by all ranks: each must see it in the notices of this exchange.
     group.each([&](int lane) { said[lane] = peers[lane].failure == CGX_MISMATCH; });
     disagrees = group.any(said);
-    // The lowest rank that failed is whom the report names; one that disagrees, if any does.
+    // The report names the lowest failed rank; a mismatch takes precedence.
     typename Group::template Lanes<Extremes> ranks;
     group.each([&](int lane) {
       const bool counts = disagrees ? said[lane] : peers[lane].failure != CGX_OK;
@@ -105,7 +106,7 @@ CGX_LANE void exchange(Group& group, const Signals& signals) {
       report.rank = named;
       report.exchange = number;
       report.ours = signals.notice;
-      // Who is late may be writing it.
+      // A late peer may be writing it.
       if (peers[lane].failure != CGX_TIMEOUT) report.theirs = mailbox_of(named).notice;
       Memory::store_release(&report.status, peers[lane].failure);
     });
@@ -113,7 +114,7 @@ CGX_LANE void exchange(Group& group, const Signals& signals) {
   group.each([&](int lane) {
     if (lane == 0) *signals.fault = kFailedAndTold;
     if (lane >= size || lane == rank) return;
-    Mailbox* const mine = &signals.at_peer[lane][rank];  // of region 0; `size` further: of 1
+    Mailbox* const mine = &signals.at_peer[lane][rank];  // in region 0; region 1 is `size` further
     Memory::store_release(&mine[size - region].exchange, kGaveUp | number);
     if (!disagrees) Memory::store_release(&mine[region].exchange, kGaveUp | number);
   });

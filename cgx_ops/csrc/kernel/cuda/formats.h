@@ -1,9 +1,9 @@
-// Buckets of any format: as in kernel/cpu, where each has a file of its name, but that a lane takes
-// eight values at a time and which format it is is known when the kernel runs. Fields in registers
-// have eight codes end to end; trits take two bits there (trits.h packs them).
+// Buckets of any format, as in kernel/cpu (one file per format). Here a lane processes eight values
+// at a time, and the format is known only at run time. Fields in registers hold eight contiguous
+// codes; trits take two bits there (trits.h packs them).
 //
-//   1. headers in bytes
-//   2. what a bucket is measured by -> its grid
+//   1. headers as bytes
+//   2. properties of a bucket -> its grid
 //   3. a value -> its code
 //   4. a code -> its value
 //   5. AnyFormat
@@ -21,9 +21,9 @@
 
 namespace cgx::device::cuda {
 
-// ---- 1. headers in bytes ----
+// ---- 1. headers as bytes ----
 
-// Of fields in registers.
+// In register fields.
 CGX_LANE int code_bits(const Coding& coding) {
   return coding.format == BucketFormat::kTernary ? 2 : coding.bits;
 }
@@ -34,13 +34,13 @@ CGX_LANE uint64_t word_of_header(const Header& header, const Coding& coding) {
   return uint32_t{round_to_bfloat16(header.second)} << 16 | round_to_bfloat16(header.first);
 }
 
-// To the end of the room that is at `room`.
+// Stores a header right-aligned in the room at `room`.
 CGX_LANE void store_header(std::byte* room, const Header& header, const Coding& coding) {
   const auto bytes = static_cast<int>(header_bytes(coding));
   store_field(room + kHeaderRoom - bytes, word_of_header(header, coding), bytes);
 }
 
-// What is behind the header's bytes is anything.
+// Bytes beyond the header are arbitrary.
 CGX_LANE Header header_of_word(uint64_t word, const Coding& coding) {
   const auto low = static_cast<uint32_t>(word);
   if (coding.format == BucketFormat::kUniform)
@@ -62,7 +62,7 @@ CGX_LANE bool needs_sums(const Coding& coding) {
          coding.format == BucketFormat::kQsgd;
 }
 
-// Of `numel` values whose largest magnitude is finite; sums: of values times by.down.
+// For `numel` values whose largest magnitude is finite. `sums` are of values multiplied by by.down.
 CGX_LANE Grid grid_of(const Coding& coding, int64_t numel, float largest, const Sums& sums,
                       const Prescale& by) {
   const auto count = static_cast<double>(numel);
@@ -103,7 +103,7 @@ CGX_LANE Grid grid_of(const Coding& coding, int64_t numel, float largest, const 
 
 // ---- 3. codes ----
 
-// How many of the thresholds between magnitudes are not above: a bit at a time, from the highest.
+// Counts the thresholds between levels that the magnitude reaches, bit by bit from the highest.
 CGX_LANE uint32_t level_of(float magnitude, float scale, int bits) {
   int level = 0;
   CGX_ROLLED
@@ -139,7 +139,8 @@ CGX_LANE uint32_t code_of(float x, const Grid& grid, const Coding& coding, float
 
 // ---- 4. values ----
 
-// What decoding needs of a header: of kQsgd the second is a level's step; of kOnebit -0 is 0.
+// The header as decoding needs it: for kQsgd, `second` becomes a level's step; for kOnebit, -0
+// becomes 0.
 CGX_LANE Header decoding_header(const Header& header, const Coding& coding) {
   Header result = finite_or_nan(header);
   if (coding.format == BucketFormat::kOnebit)
@@ -175,7 +176,7 @@ class AnyEncoder {
  public:
   CGX_LANE AnyEncoder(const Grid& grid, const Coding& coding) : grid_(grid), coding_(coding) {}
 
-  // As UniformEncoder's.
+  // See UniformEncoder.
   CGX_LANE uint64_t encode(const Unit& values, const Unit& r, int count) const {
     if (coding_.format == BucketFormat::kUniform)
       return UniformEncoder(grid_, coding_).encode(values, r, count);

@@ -1,16 +1,16 @@
-// A group of lanes that work on one bucket: a block of threads, of one warp or many. Code of the
-// kernels is written as steps, `group.each(step)`: every lane runs the step, then they meet. A
-// variable that lives from step to step is a Lanes<T>; all others are the same in every lane.
+// A group of lanes that process one bucket: a thread block of one or more warps. Kernel code is a
+// sequence of steps, `group.each(step)`: every lane runs the step, then they synchronize. Variables
+// that live across steps are Lanes<T>; all others are equal in every lane.
 //
-// So a host runs the same code with a loop for the lanes (tests/cpp/host_group.h), in any order of
-// the lanes: what one step writes for other lanes is read in the next step at the earliest.
+// So a host can run the same code with a loop over lanes, in any order (tests/cpp/host_group.h).
+// Data that a step writes for other lanes may be read only in later steps.
 #pragma once
 
 #include <cstdint>
 
 #include "base/host_device.h"
 
-// Compiled for the GPU in .cu files and for the host in tests.
+// Compiled for the GPU in .cu files, and for the host in tests.
 #if defined(__CUDACC__)
 #define CGX_LANE __device__ __forceinline__
 #else
@@ -25,7 +25,7 @@ struct Extremes {
 
 #if defined(__CUDACC__)
 
-// One lane's own: `lane` is always the one that runs.
+// The current lane's value; `lane` is always the current lane.
 template <typename T>
 struct OwnLane {
   T own;

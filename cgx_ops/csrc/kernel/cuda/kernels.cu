@@ -1,4 +1,4 @@
-// All kernels at once.
+// Loads all kernels.
 #include "kernel/cuda/launching.cuh"
 
 namespace cgx::device::cuda {

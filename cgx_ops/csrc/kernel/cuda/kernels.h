@@ -1,20 +1,21 @@
-// The kernels' launch functions: each puts one launch on a stream (a cudaStream_t) of the device
-// that is current, and returns. Throw Error(CGX_SYSTEM) with CUDA's words. No CUDA header.
+// Functions that launch the kernels: each enqueues a launch on a stream (a cudaStream_t) of the
+// current device and returns. They throw Error(CGX_SYSTEM) with CUDA's error text. No CUDA header
+// is needed.
 #pragma once
 
 #include "kernel/cuda/launches.h"
 
 namespace cgx::device::cuda {
 
-// A launch without a value is none.
+// Launches without values do nothing.
 void launch(const Encode& encode, void* stream);
 void launch(const Reduce& reduce, void* stream);
 void launch(const Decode& decode, void* stream);
 void launch(const Signals& signals, void* stream);
 
-// Loads every kernel onto the current device. To be called before the first launch there: CUDA
-// would load a kernel at its first launch, and that can wait until the device is idle, which it
-// is not while Signals waits for a peer.
+// Loads every kernel onto the current device. Must be called before the first launch there.
+// Otherwise CUDA would load a kernel at its first launch, which may wait until the device is idle,
+// and it is not while Signals waits for a peer.
 void load_kernels();
 
 }  // namespace cgx::device::cuda

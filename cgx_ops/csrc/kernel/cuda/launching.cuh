@@ -1,6 +1,6 @@
-// Kernels around buckets.h, and their launches: one kernel for a dtype, a kind of group, and
-// formats (work.h). Included by a file for each launch and formats, so that they are compiled side
-// by side.
+// The kernels around buckets.h, and their launches: one kernel per dtype, kind of group, and set of
+// formats (work.h). Each launch type and set of formats has a file that includes this one, so that
+// they compile in parallel.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -15,17 +15,19 @@
 
 namespace cgx::device::cuda {
 
-// Of a call about kernels. What CUDA keeps as its last error is cleared: it has been told.
+// Throws unless a CUDA call succeeded. Clears CUDA's last error.
 inline void require_success(cudaError_t status, const char* what) {
   if (status == cudaSuccess) return;
   cudaGetLastError();
   fail(CGX_SYSTEM, what, ": ", cudaGetErrorString(status));
 }
 
-// ---- 1. the kernel: a block is a group, so that what its lanes share is in uniform registers ----
+// ---- 1. the kernel: a block is a group, so that variables equal in all lanes use uniform
+// registers ----
 
-// Blocks of a multiprocessor, at least: so many registers does a thread get. For uniform buckets 80
-// where a block is a warp and 64 where it is many, and for Reduce 128; for any format 255 and 128.
+// The minimum number of blocks per multiprocessor, which determines the registers of a thread. For
+// uniform buckets these are 80 with one warp per block, 64 with several, and 128 for Reduce; for
+// any format 255 and 128.
 template <typename Format, typename Group, typename Launch>
 constexpr int least_blocks() {
   constexpr bool kWarp = Group::kLanes == kWarpLanes;
@@ -68,7 +70,7 @@ void for_kernels(Dtype dtype, const Visit& visit) {
   }
 }
 
-// What of the launch is for the kernels of this format.
+// Launches the pieces that the kernels of this format support.
 template <typename Format, typename Launch>
 void launch_of(const Launch& launch, void* stream) {
   int device = 0, processors = 0;
@@ -88,7 +90,7 @@ void launch_of(const Launch& launch, void* stream) {
   });
 }
 
-// Of files for other formats.
+// Defined in the files of the other formats.
 void launch_any(const Encode& encode, void* stream);
 void launch_any(const Reduce& reduce, void* stream);
 void launch_any(const Decode& decode, void* stream);
@@ -106,7 +108,7 @@ void launch_all(Launch launch, bool reduces, void* stream) {
 
 // ---- 3. loading ----
 
-// Of a file's kernels, each.
+// Load the kernels of one file.
 void load_encode_kernels();
 void load_reduce_kernels();
 void load_decode_kernels();

@@ -1,8 +1,8 @@
-// What a bucket's values are measured by: extremes, and sums in the order of docs/reference/wire_format.md.
-// Both look at one tile after another.
+// Properties of a bucket's values: extremes, and sums in the order of
+// docs/reference/compressor_formats.md. Both process one tile after another.
 //
 //   1. extremes
-//   2. sums: blocks of 512 values in sixteen columns each, folded in halves; then block by block
+//   2. sums: blocks of 512 values in sixteen columns each, folded in halves, then block by block
 #pragma once
 
 #include <cstdint>
@@ -15,14 +15,14 @@ namespace cgx::device::cuda {
 
 // ---- 1. extremes ----
 
-// Larger than of any number if x is infinite, and larger still, but the same, if it is a NaN.
+// Orders magnitudes: infinity above all numbers, and NaN, as a single key, above infinity.
 inline constexpr int32_t kNanKey = 0x7f800001;
 CGX_LANE int32_t magnitude_key(float x) {
   const auto magnitude = static_cast<int32_t>(bits_of(x) & 0x7fffffffu);
   return magnitude < kNanKey ? magnitude : kNanKey;
 }
 
-// Of key(x) of all values.
+// The extremes of key(x) over all values.
 template <typename Group>
 class ExtremesOfTiles {
  public:
@@ -53,11 +53,11 @@ class ExtremesOfTiles {
 
 inline constexpr int kSumBlock = 512, kSumColumns = 16, kMostSums = 3;
 
-// What is summed of values times `by`, which keeps squares from overflowing.
+// The terms of a sum, of values times `by`, which keeps squares from overflowing.
 enum class Terms {
   kSquares,
   kMagnitudes,
-  kSides,  // the values that are not negative, those that are, and how many are
+  kSides,  // nonnegative values, negative values, and the number of negative values
 };
 CGX_LANE float term_of(Terms terms, int k, float x, float by) {
   const float scaled = multiply(x, by);
@@ -68,7 +68,7 @@ CGX_LANE float term_of(Terms terms, int k, float x, float by) {
   return negative == (k == 1) ? scaled : 0.0f;
 }
 
-// values[j] += values[j + kHalf], then so half of them, until the first is the sum.
+// values[j] += values[j + kHalf], repeated with half of them, until the first is the sum.
 template <int kHalf>
 CGX_LANE void fold(float* values) {
   CGX_UNROLL
@@ -80,12 +80,12 @@ struct Sums {
   double at[kMostSums];
 };
 
-// Adds a tile's to the sums before it.
+// Adds the sums of a tile.
 template <typename Group>
 CGX_LANE void add_sums(Group& group, std::byte* buffer, typename Group::template Lanes<Tile>& tile,
                        int length, Terms terms, float by, Sums* sums) {
   constexpr int kTile = Layout<Group>::kTile;
-  constexpr int kSize = 4 * kSumColumns;  // bytes, of the columns of one sum of a block
+  constexpr int kSize = 4 * kSumColumns;  // bytes of the columns of one sum of a block
   static_assert(4 * kTile + kTile / kSumBlock * kMostSums * kSize <= Layout<Group>::kArriving);
   std::byte* const columns = buffer + 4 * kTile;
   const int kinds = terms == Terms::kSides ? kMostSums : 1;
@@ -125,7 +125,7 @@ CGX_LANE void add_sums(Group& group, std::byte* buffer, typename Group::template
       if (k < kinds)
         sums->at[k] = add(sums->at[k], static_cast<double>(load<float>(columns + kSize * (i + k))));
   }
-  group.each([](int) {});  // all have read them
+  group.each([](int) {});  // all lanes have read them
 }
 
 }  // namespace cgx::device::cuda

@@ -1,12 +1,12 @@
-// Memory at any alignment, moved in words as wide as it allows; never a byte outside of what is
-// named is written, or read from global memory.
+// Access to unaligned memory in words as wide as possible. Never writes, or reads from global
+// memory, a byte outside of the given range.
 //
-//   1. words of 4 and 16 bytes, the windows between them
+//   1. words of 4 and 16 bytes, and windows between them
 //   2. units of eight values
-//   3. runs of bytes, by a group: global memory -> shared, and back
+//   3. runs of bytes, copied by a group between global and shared memory
 //
-// Values and messages are global memory; `buffer` is a group's shared memory, aligned to 16 bytes,
-// of which kWindow bytes behind the last used may be read.
+// Values and messages are in global memory. `buffer` is a group's shared memory, aligned to 16
+// bytes, of which up to kWindow bytes after the last used one may be read.
 #pragma once
 
 #include <cstddef>
@@ -29,7 +29,7 @@ CGX_LANE int misalignment(const std::byte* at, int to) {
   return static_cast<int>(reinterpret_cast<uintptr_t>(at) % static_cast<uintptr_t>(to));
 }
 
-// One load or store: `at` is aligned to T.
+// One load or store. `at` is aligned to T.
 template <typename T>
 CGX_LANE T load(const std::byte* at) {
 #if defined(__CUDACC__)
@@ -49,7 +49,7 @@ CGX_LANE void store(std::byte* at, const T& value) {
 #endif
 }
 #if defined(__CUDACC__)
-// A struct would be taken apart.
+// Specialized because a struct would be split into several accesses.
 template <>
 CGX_LANE Words4 load<Words4>(const std::byte* at) {
   const uint4 words = *reinterpret_cast<const uint4*>(at);
@@ -70,7 +70,7 @@ CGX_LANE uint32_t window(uint32_t low, uint32_t high, int shift) {
 #endif
 }
 
-// Up to eight bytes at any place of a buffer; what follows them is anything.
+// Loads up to eight bytes at any offset of a buffer; further bytes of the result are arbitrary.
 CGX_LANE uint64_t load_field(const std::byte* buffer, int at, int bytes) {
   const std::byte* words = buffer + at / 4 * 4;
   const int offset = at % 4;
@@ -81,7 +81,7 @@ CGX_LANE uint64_t load_field(const std::byte* buffer, int at, int bytes) {
   return uint64_t{window(second, third, 8 * offset)} << 32 | low;
 }
 
-// Eight bytes or fewer to a multiple of `bytes`.
+// Stores up to eight bytes at a multiple of `bytes`.
 CGX_LANE void store_field(std::byte* at, uint64_t field, int bytes) {
   if (bytes % 4 == 0) {
     store(at, static_cast<uint32_t>(field));
@@ -116,7 +116,7 @@ CGX_LANE Unit widened(const uint32_t* words) {
 template <typename Value>
 inline constexpr int kUnitBytes = kUnit * static_cast<int>(sizeof(typename Value::Bits));
 
-// A whole unit, aligned to 16 bytes.
+// Loads a whole unit, aligned to 16 bytes.
 template <typename Value>
 CGX_LANE Unit load_unit(const std::byte* at) {
   Words4 words[kUnitBytes<Value> / 16];
@@ -125,7 +125,7 @@ CGX_LANE Unit load_unit(const std::byte* at) {
   return widened<Value>(words[0].at);
 }
 
-// A unit as it is, aligned to 16 bytes.
+// Stores a unit of floats, aligned to 16 bytes.
 CGX_LANE void store_floats(std::byte* to, const Unit& unit) {
   CGX_UNROLL
   for (int i = 0; i < kUnit; i += 4)
@@ -133,7 +133,7 @@ CGX_LANE void store_floats(std::byte* to, const Unit& unit) {
                               bits_of(unit.at[i + 3])}});
 }
 
-// The first `count` values of a unit at any place of a buffer; the others repeat the first.
+// Loads the first `count` values of a unit at any offset of a buffer; the others repeat the first.
 template <typename Value>
 CGX_LANE Unit load_unit_of_buffer(const std::byte* buffer, int at, int count) {
   if (count == kUnit && at % 16 == 0) return load_unit<Value>(buffer + at);
@@ -152,7 +152,7 @@ CGX_LANE Unit load_unit_of_buffer(const std::byte* buffer, int at, int count) {
   return unit;
 }
 
-// One value of global memory.
+// Loads one value from global memory.
 template <typename Value>
 CGX_LANE float load_value(const std::byte* from) {
   using Bits = typename Value::Bits;
@@ -164,8 +164,9 @@ CGX_LANE float load_value(const std::byte* from) {
   return Value::widen(static_cast<Bits>(bits));
 }
 
-// Rounds the first `count` values. `scratch` is the lane's own, of kUnitBytes in shared memory:
-// where `to` is not aligned, values go one by one, and registers cannot be indexed by a variable.
+// Rounds and stores the first `count` values. `scratch` is the lane's own shared memory, of
+// kUnitBytes. If `to` is unaligned, values are stored one by one, and registers cannot be indexed
+// by a variable.
 template <typename Value>
 CGX_LANE void store_unit(std::byte* to, const Unit& unit, int count, std::byte* scratch) {
   constexpr int kWidth = kUnitBytes<Value> / kUnit;
@@ -196,11 +197,11 @@ CGX_LANE void store_unit(std::byte* to, const Unit& unit, int count, std::byte* 
 
 // ---- 3. runs of bytes ----
 
-// A run of bytes: up to the first 16-byte boundary, whole words of 16 bytes, the rest.
+// A run of bytes, cut at 16-byte boundaries.
 struct Cut {
-  int head;   // bytes, below 16
+  int head;   // bytes, less than 16
   int words;  // of 16 bytes
-  int tail;   // bytes, below 16
+  int tail;   // bytes, less than 16
 };
 CGX_LANE Cut cut_at_boundaries(const std::byte* run, int bytes) {
   const int to_boundary = (16 - misalignment(run, 16)) % 16;
@@ -208,7 +209,7 @@ CGX_LANE Cut cut_at_boundaries(const std::byte* run, int bytes) {
   return {head, (bytes - head) / 16, (bytes - head) % 16};
 }
 
-// Starts a copy from global to shared memory; finish_copies() waits for all of this lane's.
+// Starts a copy from global to shared memory. finish_copies() waits for all copies of this lane.
 template <int kBytes>
 CGX_LANE void start_copy(std::byte* to, const std::byte* from) {
 #if defined(__CUDACC__)
@@ -227,12 +228,12 @@ CGX_LANE void finish_copies() {
 #endif
 }
 
-// What a run takes in a buffer: it keeps its distance from the last 16-byte boundary.
+// The space for a run in a buffer: it keeps its misalignment to 16 bytes.
 CGX_LANE int bytes_in_buffer(const std::byte* run, int bytes) {
   return (misalignment(run, 16) + bytes + 15) / 16 * 16;
 }
 
-// One lane's part of copying a run to slot + misalignment(run, 16), `slot` aligned to 16 bytes.
+// A lane's part of copying a run to slot + misalignment(run, 16). `slot` is aligned to 16 bytes.
 template <int kLanes>
 CGX_LANE void start_copy_in(int lane, std::byte* slot, const std::byte* run, int bytes) {
   std::byte* to = slot + misalignment(run, 16);
@@ -240,13 +241,13 @@ CGX_LANE void start_copy_in(int lane, std::byte* slot, const std::byte* run, int
   CGX_ROLLED
   for (int i = lane; i < cut.words; i += kLanes)
     start_copy<16>(to + cut.head + 16 * i, run + cut.head + 16 * i);
-  // Sixteen lanes for either end: at most three single bytes and three words of 4 bytes each.
+  // Sixteen lanes for each end: at most three single bytes and three words of 4 bytes each.
   const bool at_head = lane < 16;
   const int end_lane = lane % 16;
   const int begin = at_head ? 0 : bytes - cut.tail;
   const int length = at_head ? cut.head : cut.tail;
   if (lane >= 32 || length == 0) return;
-  // A head ends at a boundary, a tail begins at one; a run within one word has both at neither.
+  // A head ends at a boundary, and a tail begins at one. A run within one word does neither.
   const int single = (4 - misalignment(run + begin, 4)) % 4;
   const int before = single < length ? single : length;
   const int words = (length - before) / 4, after = (length - before) % 4;
@@ -265,7 +266,7 @@ CGX_LANE void start_copy_in(int lane, std::byte* slot, const std::byte* run, int
   to[at] = run[at];
 }
 
-// One lane's part of copying `bytes` from place `at` of a buffer to `run`.
+// A lane's part of copying `bytes` from offset `at` of a buffer to `run`.
 template <int kLanes>
 CGX_LANE void copy_out(int lane, std::byte* run, const std::byte* buffer, int at, int bytes) {
   const Cut cut = cut_at_boundaries(run, bytes);

@@ -1,10 +1,10 @@
-// The noise of stochastic rounding (docs/reference/wire_format.md, section 4): of one element, or of whole
-// blocks into shared memory.
+// The noise of stochastic rounding (docs/reference/wire_format.md, section 4): for one element, or
+// for whole blocks into shared memory.
 #pragma once
 
 #include <cstdint>
 
-#include "base/noise_place.h"
+#include "base/noise_position.h"
 #include "base/philox.h"
 #include "kernel/cuda/arithmetic.h"
 #include "kernel/cuda/memory.h"
@@ -23,7 +23,8 @@ CGX_LANE NoiseWords noise_words(const Noise& noise, uint64_t counter) {
   uint64_t words[4] = {counter, counter >> 32, noise.rank, noise.phase};
   uint64_t seed = noise.seed;
 #if defined(__CUDACC__)
-  // Hides that it is always the same seed: made once for all, the keys would take 20 registers.
+  // Hides from the compiler that the seed is constant: computed only once, the keys would occupy 20
+  // registers.
   asm volatile("" : "+l"(seed));
 #endif
   philox4x32_7(words, PhiloxKeys(seed));
@@ -33,14 +34,15 @@ CGX_LANE NoiseWords noise_words(const Noise& noise, uint64_t counter) {
   return result;
 }
 
-// (u + 0.5) / 65536, exact: u as the upper bits of the fraction of a float in [1, 2), minus 1.
+// (u + 0.5) / 65536, exact: puts u into the upper bits of the fraction of a float in [1, 2), and
+// subtracts 1.
 CGX_LANE float uniform_noise(uint32_t u) {
   return subtract(float_of(0x3f800040u | (u & 0xffffu) << 7), 1.0f);
 }
 
-// Of one element.
+// For one element.
 CGX_LANE float noise_of_element(const Noise& noise, uint64_t element) {
-  const auto [counter, half] = noise_place(element);
+  const auto [counter, half] = noise_position(element);
   const NoiseWords words = noise_words(noise, counter);
   // Registers cannot be indexed.
   const uint32_t even = half & 4 ? words.at[2] : words.at[0];
@@ -48,8 +50,8 @@ CGX_LANE float noise_of_element(const Noise& noise, uint64_t element) {
   return uniform_noise((half & 2 ? odd : even) >> (16 * (half & 1)));
 }
 
-// One lane's part of the noise of whole blocks from `first_block` on, to a buffer: 2 bytes an
-// element, in order.
+// A lane's part of generating the noise of whole blocks from `first_block` on in a buffer: 2 bytes
+// per element, in order.
 template <int kLanes>
 CGX_LANE void make_noise(int lane, const Noise& noise, uint64_t first_block, int blocks,
                          std::byte* buffer) {
@@ -65,7 +67,7 @@ CGX_LANE void make_noise(int lane, const Noise& noise, uint64_t first_block, int
   }
 }
 
-// Of eight elements: what make_noise() left at element `at` of the buffer, two in a word.
+// For eight elements: the output of make_noise() at element `at` of the buffer, two per word.
 CGX_LANE Words4 drawn_of_unit(const std::byte* buffer, int at) {
   Words4 words;
   if (at % kUnit == 0) {

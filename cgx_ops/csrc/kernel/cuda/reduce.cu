@@ -1,4 +1,4 @@
-// Kernels of Reduce: uniform buckets and exact values.
+// Reduce kernels for uniform buckets and uncompressed values.
 #include "kernel/cuda/launching.cuh"
 
 namespace cgx::device::cuda {

@@ -1,4 +1,4 @@
-// Kernels of Reduce: buckets of any format.
+// Reduce kernels for buckets of any format.
 #include "kernel/cuda/launching.cuh"
 
 namespace cgx::device::cuda {

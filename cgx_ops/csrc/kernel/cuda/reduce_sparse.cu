@@ -1,4 +1,4 @@
-// Kernels of Reduce: sparse buckets.
+// Reduce kernels for sparse buckets.
 #include "kernel/cuda/launching.cuh"
 
 namespace cgx::device::cuda {

@@ -1,5 +1,5 @@
-// A rotation (kernel/rotation.h) of a bucket that is in shared memory as a whole: step by step, all
-// groups at once.
+// The rotation (kernel/rotation.h) of a bucket that is in shared memory: step by step, for all
+// groups in parallel.
 #pragma once
 
 #include <cstdint>
@@ -11,11 +11,11 @@
 
 namespace cgx::device::cuda {
 
-// One lane's part of the change of signs.
+// A lane's part of changing the signs.
 template <int kLanes>
 CGX_LANE void flip_signs(int lane, std::byte* values, int numel, int log) {
   const int group = kRotationColumns << log;
-  const int rotated = numel >> log << log;  // a last group's columns are whole
+  const int rotated = numel >> log << log;  // the columns of a last group are complete
   CGX_ROLLED
   for (int i = lane; i < rotated; i += kLanes) {
     const uint32_t sign = rotation_sign(static_cast<uint32_t>(i % group));
@@ -24,13 +24,13 @@ CGX_LANE void flip_signs(int lane, std::byte* values, int numel, int log) {
   }
 }
 
-// One lane's part of one step: pairs of rows that are `half` apart.
+// A lane's part of one step: pairs of rows at a distance of `half`.
 template <int kLanes>
 CGX_LANE void add_pairs(int lane, std::byte* values, int numel, int log, int half, float scale) {
   const int group = kRotationColumns << log;
   const int pairs_of_group = group / 2;
   const int whole = numel / group;                    // groups
-  const int columns_at_end = (numel % group) >> log;  // of the last
+  const int columns_at_end = (numel % group) >> log;  // of the last group
   const int pairs = whole * pairs_of_group + (columns_at_end << log) / 2;
   CGX_ROLLED
   for (int i = lane; i < pairs; i += kLanes) {
@@ -59,7 +59,7 @@ CGX_LANE void rotate(Group& group, std::byte* values, int numel, int log) {
   if (kBack) group.each(flip);
 }
 
-// A tile that holds a whole bucket.
+// For a tile that holds a whole bucket.
 template <bool kBack = false, typename Group>
 CGX_LANE void rotate_tile(Group& group, std::byte* buffer,
                           typename Group::template Lanes<Tile>& tile, int numel, int log) {

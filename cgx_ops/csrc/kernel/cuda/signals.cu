@@ -1,4 +1,4 @@
-// The kernel of Signals: one warp, so that ranks that share a GPU cannot keep each other from it.
+// The kernel of Signals. It has one warp, so that ranks that share a GPU cannot block each other.
 #include "kernel/cuda/exchange.h"
 #include "kernel/cuda/launching.cuh"
 

@@ -1,8 +1,8 @@
-// Where a bucket's values come from: this rank's own, or sums of all ranks, a tile at a time. To
-// own values their residual, if there is one, is added first, in fp32.
+// Sources of a bucket's values: this rank's own values, or the sum of all ranks, tile by tile.
+// Residuals are added to own values first, in fp32.
 //
-// source(tile, start, numel) fills a tile with fp32 values of a bucket from `start` on. In a last
-// unit that is not whole its first value is repeated.
+// source(tile, start, numel) fills a tile with fp32 values of a bucket from `start` on. An
+// incomplete last unit repeats its first value.
 #pragma once
 
 #include <cstdint>
@@ -16,8 +16,7 @@
 
 namespace cgx::device::cuda {
 
-// Adds a residual to one lane's unit of `count` own values, `at` of those whose residual begins at
-// `residual`.
+// Adds a residual to a lane's unit of `count` own values, which begin at offset `at`.
 template <typename Value>
 CGX_LANE void add_residual(const std::byte* residual, int at, int count, Unit* values) {
   constexpr int kWidth = sizeof(typename Value::Bits);
@@ -28,11 +27,12 @@ CGX_LANE void add_residual(const std::byte* residual, int at, int count, Unit* v
     for (int i = 0; i < kUnit; ++i) values->at[i] = with_one_nan(add(values->at[i], unit.at[i]));
     return;
   }
-  // One by one. Registers cannot be indexed by a variable: values take turns to be the first.
+  // One by one. Registers cannot be indexed by a variable, so values are rotated through the first
+  // register.
   CGX_ROLLED
   for (int i = 0; i < kUnit; ++i) {
-    const float lost = load_value<Value>(from + (i < count ? i : 0) * kWidth);
-    const float sum = with_one_nan(add(values->at[0], lost));
+    const float old_error = load_value<Value>(from + (i < count ? i : 0) * kWidth);
+    const float sum = with_one_nan(add(values->at[0], old_error));
     CGX_UNROLL
     for (int j = 1; j < kUnit; ++j) values->at[j - 1] = values->at[j];
     values->at[kUnit - 1] = sum;
@@ -86,7 +86,7 @@ struct OwnValues {
   }
 };
 
-// Of all ranks, in their order. Messages arrive in the buffer, as many at once as it holds.
+// The sum of all ranks, in rank order. Copies as many messages at a time to the buffer as fit.
 template <typename Value, typename Format, typename Group>
 struct SumOfRanks {
   static constexpr int kWidth = sizeof(typename Value::Bits);
@@ -95,12 +95,12 @@ struct SumOfRanks {
   std::byte* buffer;
   const std::byte* own_values;    // of the bucket
   const std::byte* own_residual;  // of the bucket; null: none
-  const std::byte* message;       // of rank 0, from the bucket on
+  const std::byte* message;       // of rank 0, beginning with the bucket
   int64_t stride;
   int64_t bucket_numel;
   int size, own;
   Coding coding;
-  Draw places;
+  Draw indices;
   float own_vote;  // the magnitude of own votes: 1, or NaN if a value is not finite
   Op op;
   float divisor;
@@ -115,7 +115,8 @@ struct SumOfRanks {
       for (float& x : unit.at) x = -0.0f;  // -0 + x is x
     });
     for (int first = 0, last = 0; first < size; first = last) {
-      // What is rotated or sparse becomes values at the buffer's begin, and comes alone.
+      // Rotated and sparse records are copied one at a time, and decoded at the start of the
+      // buffer.
       const bool is_whole = coding.rotation_log != 0 || is_sparse(coding);
       const bool alone = is_whole && first != own;
       const int begin = alone ? 4 * Layout<Group>::kTile : 0;
@@ -152,7 +153,7 @@ struct SumOfRanks {
         }
       });
     }
-    // A NaN that arithmetic gives is one NaN: once is enough, at the end.
+    // It is sufficient to normalize NaN once, at the end.
     const bool moved = own == 0 || is_exact(coding) || Format::in_halves(coding);
     const bool only_moved = size == 1 && moved && !is_vote(coding) && op != Op::kAvg;
     group.each([&](int lane) {
@@ -170,14 +171,14 @@ struct SumOfRanks {
   }
 
  private:
-  // One rank's part of a tile, as it lies in global memory and in the buffer.
+  // A rank's part of a tile, in global memory and in the buffer.
   struct Arrival {
     const std::byte* header;  // of the record; null: values
     const std::byte* run;
     int bytes;
-    int header_bytes;  // of a header that does not begin the run; else 0
-    int apart;         // what that takes in the buffer before the run
-    int in_buffer;     // bytes, of all
+    int header_bytes;  // of a header that is separate from the run; else 0
+    int apart;         // bytes of the separate header in the buffer
+    int in_buffer;     // total bytes
   };
 
   CGX_LANE bool has_values(int rank) const {
@@ -205,7 +206,7 @@ struct SumOfRanks {
     return {record, run, field, header, apart, apart + bytes_in_buffer(run, field)};
   }
 
-  // Where in a bucket's field that of an element begins; a group of trits is read as a whole.
+  // The offset of an element's codes in a bucket's field. Groups of trits are read as a whole.
   CGX_LANE int64_t field_at(int64_t element) const {
     if (coding.format == BucketFormat::kTernary) return trit_group_at(element);
     return element / kUnit * coding.bits;
@@ -216,8 +217,8 @@ struct SumOfRanks {
     return field_bytes(element, coding);
   }
 
-  // Of a record that has arrived at `at` of the buffer: unit `first` of the tile that begins with
-  // `start`.
+  // Loads unit `first` of the tile that begins at `start`, from a record at offset `at` of the
+  // buffer.
   CGX_LANE uint64_t load_codes(const Arrival& from, int at, int64_t start, int first,
                                int count) const {
     const auto header = static_cast<int>(header_bytes(coding));
@@ -259,11 +260,11 @@ struct SumOfRanks {
     });
   }
 
-  // A record that has arrived at `at` -> values.
+  // Decodes a record at offset `at` of the buffer to values.
   CGX_LANE void expand(const Arrival& from, int at, int numel) const {
     if constexpr (Format::kFormats == Formats::kSparse) {
       const int record = at + misalignment(from.run, 16);
-      expand_sparse<Value>(group, buffer, record, coding, numel, places);
+      expand_sparse<Value>(group, buffer, record, coding, numel, indices);
     } else {
       group.each([&](int lane) {
         const auto decoder = decoder_of(from, at);

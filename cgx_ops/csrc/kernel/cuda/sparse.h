@@ -1,11 +1,11 @@
-// Sparse buckets (docs/reference/wire_format.md): a few values, and their places where these do not follow
-// from a seed. A group holds a bucket as a whole.
+// Sparse buckets (docs/reference/compressor_formats.md): a few values, and their indices unless
+// these are derived from a seed. A group holds a whole bucket.
 //
-//   1. what lies where in shared memory
-//   2. which values are sent: a bit each
+//   1. the layout of shared memory
+//   2. selecting values: one bit each
 //   3. values -> record
 //   4. record -> values
-//   5. the format, as kernels see it
+//   5. the format, for kernels
 #pragma once
 
 #include <bit>
@@ -22,25 +22,26 @@
 
 namespace cgx::device::cuda {
 
-// ---- 1. room ----
+// ---- 1. layout ----
 
-// What is made of a bucket, from the buffer's begin: words with a bit for each value, whether it is
-// sent, and (for a while) whether it may be; how many are sent before each word; the places; then
-// the parts of a record, each aligned.
+// Shared memory from the start of the buffer: a bit per value for whether it is sent; temporarily,
+// a bit for ties; the number of sent values before each word; the indices; then the parts of a
+// record, each aligned.
 template <typename Group>
 struct SparseRoom {
   static constexpr int kTile = Layout<Group>::kTile;
   static constexpr int kChosen = 0, kTies = kTile / 8, kBefore = kTile / 4;
-  static constexpr int kPlaces = kBefore + kTile / 16;  // two bytes each, of a fourth of the values
-  static constexpr int kLow = kPlaces + kTile / 2 + 16, kHigh = kLow + kTile / 4;
+  static constexpr int kIndices = kBefore + kTile / 16;  // two bytes each, for a quarter of the
+                                                         // values
+  static constexpr int kLow = kIndices + kTile / 2 + 16, kHigh = kLow + kTile / 4;
   static constexpr int kValues = kHigh + kTile / 4, kEnd = kValues + kTile + kWindow;
-  static_assert(kEnd <= Layout<Group>::kScratchAt && kLow % 16 == 0 && kPlaces % 4 == 0);
-  // Behind a tile of values and a record of drawn ones: a bit for each value.
+  static_assert(kEnd <= Layout<Group>::kScratchAt && kLow % 16 == 0 && kIndices % 4 == 0);
+  // After a tile of values and a record of random indices: a bit per value.
   static constexpr int kDrawn = Layout<Group>::kArriving - kTile / 8;
   static_assert(4 * kTile + 16 + kTile + kWindow <= kDrawn && kDrawn % 4 == 0);
 };
 
-// ---- 2. what is sent ----
+// ---- 2. selection ----
 
 CGX_LANE int ones(uint32_t word) {
 #if defined(__CUDACC__)
@@ -52,7 +53,7 @@ CGX_LANE int ones(uint32_t word) {
 
 CGX_LANE uint32_t bits_below(int bit) { return (1u << bit) - 1; }
 
-// The first `most` bits that are set; none if it is not positive.
+// The first `most` set bits; none if `most` is not positive.
 CGX_LANE uint32_t first_bits(uint32_t word, int most) {
   uint32_t rest = word;
   CGX_ROLLED
@@ -60,7 +61,7 @@ CGX_LANE uint32_t first_bits(uint32_t word, int most) {
   return word & ~rest;
 }
 
-// How many bits are set before word w.
+// The number of set bits before word w.
 CGX_LANE int ones_before(const std::byte* words, int w) {
   int count = 0;
   CGX_ROLLED
@@ -68,7 +69,7 @@ CGX_LANE int ones_before(const std::byte* words, int w) {
   return count;
 }
 
-// How many values of a tile have a key of at least `least`.
+// The number of values in a tile with a key of at least `least`.
 template <typename Group>
 CGX_LANE int count_from(Group& group, typename Group::template Lanes<Tile>& tile, int numel,
                         int32_t least) {
@@ -84,13 +85,12 @@ CGX_LANE int count_from(Group& group, typename Group::template Lanes<Tile>& tile
   return group.sum(counts);
 }
 
-// Of the values of a tile the `count` with the largest keys, of equal ones the first: sets their
-// bits.
+// Sets the bits of the `count` values with the largest keys in a tile; of equal ones the first.
 template <typename Group>
 CGX_LANE void choose_largest(Group& group, std::byte* buffer, int numel, int count,
                              typename Group::template Lanes<Tile>& tile) {
   using Room = SparseRoom<Group>;
-  // The count-th largest key, a bit at a time.
+  // Finds the count-th largest key, bit by bit.
   int32_t least = 0;
   CGX_ROLLED
   for (int bit = 30; bit >= 0; --bit) {
@@ -122,33 +122,33 @@ CGX_LANE void choose_largest(Group& group, std::byte* buffer, int numel, int cou
   });
 }
 
-// `count` of `numel` places, as compressor/randk.cc draws them: sets their bits in `words`.
+// Draws `count` of `numel` indices, as compressor/randk.cc does, and sets their bits in `words`.
 template <typename Group>
-CGX_LANE void draw(Group& group, std::byte* words, int numel, int count, const Draw& places) {
+CGX_LANE void draw(Group& group, std::byte* words, int numel, int count, const Draw& indices) {
   group.each([&](int lane) {
-    if (lane > 0) return;  // each depends on those before
+    if (lane > 0) return;  // each depends on the previous ones
     NoiseWords drawn{};
     CGX_ROLLED
     for (int i = 0; i < count; ++i) {
       if (i % 4 == 0) {
-        drawn = noise_words({places.seed, static_cast<uint32_t>(i / 4), kPlacesPhase},
-                            places.first_index);
+        drawn = noise_words({indices.seed, static_cast<uint32_t>(i / 4), kIndicesPhase},
+                            indices.first_index);
       }
       const auto most = static_cast<uint32_t>(numel - count + i);
       const uint32_t word = drawn.at[0];
       drawn = {{drawn.at[1], drawn.at[2], drawn.at[3], 0}};
-      auto place = static_cast<uint32_t>(uint64_t{word} * (most + 1) >> 32);
+      auto index = static_cast<uint32_t>(uint64_t{word} * (most + 1) >> 32);
       const auto is_set = [&](uint32_t at) {
         return (load<uint32_t>(words + at / 32 * 4) >> (at % 32) & 1u) != 0;
       };
-      if (is_set(place)) place = most;
-      std::byte* const to = words + place / 32 * 4;
-      store(to, load<uint32_t>(to) | 1u << (place % 32));
+      if (is_set(index)) index = most;
+      std::byte* const to = words + index / 32 * 4;
+      store(to, load<uint32_t>(to) | 1u << (index % 32));
     }
   });
 }
 
-// Zeros the words of `numel` values.
+// Clears the words of `numel` values.
 template <typename Group>
 CGX_LANE void clear_bits(Group& group, std::byte* words, int numel) {
   group.each([&](int lane) {
@@ -157,7 +157,7 @@ CGX_LANE void clear_bits(Group& group, std::byte* words, int numel) {
   });
 }
 
-// For each word how many bits are set before.
+// Stores the number of set bits before each word.
 template <typename Group>
 CGX_LANE void count_before(Group& group, const std::byte* words, int numel, std::byte* before) {
   group.each([&](int lane) {
@@ -178,9 +178,9 @@ CGX_LANE void set_bit(std::byte* words, int bit) {
 #endif
 }
 
-// The places of the bits that are set, then Elias and Fano's two parts of them.
+// Lists the indices of the set bits, and encodes them in the two parts of the Elias-Fano code.
 template <typename Group>
-CGX_LANE void make_places(Group& group, std::byte* buffer, const SparseRecord& record) {
+CGX_LANE void make_indices(Group& group, std::byte* buffer, const SparseRecord& record) {
   using Room = SparseRoom<Group>;
   clear_bits(group, buffer + Room::kHigh, 8 * record.high_bytes);
   group.each([&](int lane) {
@@ -190,9 +190,9 @@ CGX_LANE void make_places(Group& group, std::byte* buffer, const SparseRecord& r
       CGX_ROLLED
       for (auto rest = load<uint32_t>(buffer + Room::kChosen + 4 * w); rest != 0;
            rest &= rest - 1, ++rank) {
-        const int place = 32 * w + ones((rest & (0u - rest)) - 1);
-        store(buffer + Room::kPlaces + 2 * rank, static_cast<uint16_t>(place));
-        set_bit(buffer + Room::kHigh, (place >> record.low_bits) + rank);
+        const int index = 32 * w + ones((rest & (0u - rest)) - 1);
+        store(buffer + Room::kIndices + 2 * rank, static_cast<uint16_t>(index));
+        set_bit(buffer + Room::kHigh, (index >> record.low_bits) + rank);
       }
     }
   });
@@ -204,15 +204,15 @@ CGX_LANE void make_places(Group& group, std::byte* buffer, const SparseRecord& r
       for (int bit = 0; bit < 8; ++bit) {
         const int rank = (8 * i + bit) / record.low_bits;
         if (rank >= record.count) break;
-        const uint32_t place = load<uint16_t>(buffer + Room::kPlaces + 2 * rank);
-        byte |= (place >> ((8 * i + bit) % record.low_bits) & 1u) << bit;
+        const uint32_t index = load<uint16_t>(buffer + Room::kIndices + 2 * rank);
+        byte |= (index >> ((8 * i + bit) % record.low_bits) & 1u) << bit;
       }
       store(buffer + Room::kLow + i, static_cast<uint8_t>(byte));
     }
   });
 }
 
-// The values that are sent, end to end in the room; result and residual of all.
+// Stores the values to be sent, contiguously, and the result and residual of all values.
 template <typename Value, typename Group>
 CGX_LANE void make_values(Group& group, std::byte* buffer, const SparseRecord& record,
                           const Target& target, bool poisoned,
@@ -251,10 +251,10 @@ CGX_LANE void make_values(Group& group, std::byte* buffer, const SparseRecord& r
   });
 }
 
-// A record of a bucket.
+// Writes the record of a bucket.
 template <typename Value, typename Group, typename Source>
 CGX_LANE void write_sparse(Group& group, std::byte* buffer, const Target& target, int64_t numel,
-                           const Source& source, const Draw& places) {
+                           const Source& source, const Draw& indices) {
   using Room = SparseRoom<Group>;
   const SparseRecord record(numel, target.coding, sizeof(typename Value::Bits));
   typename Group::template Lanes<Tile> tile;
@@ -264,12 +264,12 @@ CGX_LANE void write_sparse(Group& group, std::byte* buffer, const Target& target
   bool poisoned = false;
   if (target.coding.drawn) {
     poisoned = count_from(group, tile, record.numel, 0x7f800000) > 0;
-    draw(group, buffer + Room::kChosen, record.numel, record.count, places);
+    draw(group, buffer + Room::kChosen, record.numel, record.count, indices);
   } else {
     choose_largest(group, buffer, record.numel, record.count, tile);
   }
   count_before(group, buffer + Room::kChosen, record.numel, buffer + Room::kBefore);
-  if (!target.coding.drawn) make_places(group, buffer, record);
+  if (!target.coding.drawn) make_indices(group, buffer, record);
   make_values<Value>(group, buffer, record, target, poisoned, tile);
   group.each([&](int lane) {
     for_copies(target.copies, target.record, [&](std::byte* to) {
@@ -283,36 +283,36 @@ CGX_LANE void write_sparse(Group& group, std::byte* buffer, const Target& target
 
 // ---- 4. decode ----
 
-// Value `rank` of a record at `at` of the buffer.
+// Value `rank` of a record at offset `at` of the buffer.
 template <typename Value>
 CGX_LANE float sent_value(const std::byte* buffer, int at, const SparseRecord& record, int rank,
                           bool half) {
-  const int place = at + record.values_at() + rank * record.width;
-  const auto bits = static_cast<uint32_t>(load_field(buffer, place, record.width));
+  const int offset = at + record.values_at() + rank * record.width;
+  const auto bits = static_cast<uint32_t>(load_field(buffer, offset, record.width));
   using Bits = typename Value::Bits;
   const float x = half ? HalfOf<Value>::widen(static_cast<uint16_t>(bits))
                        : Value::widen(static_cast<Bits>(bits));
   return add(x, 0.0f);
 }
 
-// The values of a bucket, as floats at the buffer's begin, of a record that has arrived at `at`.
+// Decodes a record at offset `at` to the values of a bucket, as floats at the start of the buffer.
 template <typename Value, typename Group>
 CGX_LANE void expand_sparse(Group& group, std::byte* buffer, int at, const Coding& coding,
-                            int numel, const Draw& places) {
+                            int numel, const Draw& indices) {
   const SparseRecord record(numel, coding, sizeof(typename Value::Bits));
   const bool half = coding.bits == kHalfBits;
   group.each([&](int lane) {
     CGX_ROLLED
     for (int i = lane; i < numel; i += Group::kLanes) store(buffer + 4 * i, 0.0f);
   });
-  const auto put = [&](int place, int rank) {
-    if (place < numel && rank < record.count)
-      store(buffer + 4 * place, sent_value<Value>(buffer, at, record, rank, half));
+  const auto put = [&](int index, int rank) {
+    if (index < numel && rank < record.count)
+      store(buffer + 4 * index, sent_value<Value>(buffer, at, record, rank, half));
   };
   if (coding.drawn) {
     std::byte* const words = buffer + SparseRoom<Group>::kDrawn;
     clear_bits(group, words, numel);
-    draw(group, words, numel, record.count, places);
+    draw(group, words, numel, record.count, indices);
     group.each([&](int lane) {
       CGX_ROLLED
       for (int w = lane; 32 * w < numel; w += Group::kLanes) {
@@ -346,7 +346,7 @@ CGX_LANE void expand_sparse(Group& group, std::byte* buffer, int at, const Codin
 
 // ---- 5. the format ----
 
-// Sparse buckets and exact values; the latter's kernels are those of uniform ones.
+// Sparse buckets. Uncompressed values use the kernels of uniform buckets.
 struct SparseFormat : UniformFormat {
   static constexpr Formats kFormats = Formats::kSparse;
   CGX_LANE static Coding known(const Coding& coding) { return coding; }

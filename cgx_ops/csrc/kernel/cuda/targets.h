@@ -1,10 +1,10 @@
-// Where a bucket's values go: a record or exact values in messages, results, and what was lost into
+// Targets of a bucket's values: a record or uncompressed values in messages, results, and errors in
 // residuals.
 //
-//   1. Target: the places, and one lane's share of them
-//   2. write_values(): a source's values into a target, exact or in 16 bits
-//   3. write_record(): as a record
-//   4. move_exact(): exact values that are only moved
+//   1. Target: the addresses, and a lane's part of writing
+//   2. write_values(): writes a source's values, uncompressed or in 16 bits
+//   3. write_record(): writes a source's values as a record
+//   4. move_exact(): copies uncompressed values
 #pragma once
 
 #include <cstdint>
@@ -20,18 +20,18 @@
 
 namespace cgx::device::cuda {
 
-// ---- 1. places ----
+// ---- 1. addresses ----
 
-// Where a bucket goes, and how.
+// Where and how a bucket is written.
 struct Target {
-  std::byte* record = nullptr;     // null: nowhere
-  const Copies* copies = nullptr;  // of it
+  std::byte* record = nullptr;     // may be null
+  const Copies* copies = nullptr;  // of the record
   Coding coding = {};
   RoundingMode rounding = RoundingMode::kNearest;
   Noise noise = {};
   uint64_t first_index = 0;       // of the bucket's first value
-  std::byte* result = nullptr;    // null: nowhere
-  std::byte* residual = nullptr;  // null: nowhere
+  std::byte* result = nullptr;    // may be null
+  std::byte* residual = nullptr;  // may be null
   float residual_scale = 1.0f;
   bool failed = false;
 };
@@ -39,12 +39,12 @@ struct Target {
 CGX_LANE std::byte* moved(std::byte* from, int64_t bytes) { return from ? from + bytes : nullptr; }
 
 template <typename Value>
-CGX_LANE float lost(float value, float decoded, const Target& target) {
+CGX_LANE float error_of(float value, float decoded, const Target& target) {
   if (target.failed) return float_of(kFloat32Nan);
   return kept_in_residual<Value>(multiply(subtract(value, decoded), target.residual_scale));
 }
 
-// Calls visit(first_place + distance) for each place that gets a record's bytes. Null: none does.
+// Calls visit(first_place + distance) for each address that receives a record. Null: none.
 template <typename Visit>
 CGX_LANE void for_copies(const Copies* copies, std::byte* first_place, const Visit& visit) {
   if (!first_place) return;
@@ -53,7 +53,7 @@ CGX_LANE void for_copies(const Copies* copies, std::byte* first_place, const Vis
   for (int i = 0; i < copies->count; ++i) visit(first_place + copies->distance[i]);
 }
 
-// One lane's unit of result and residual.
+// A lane's unit of result and residual.
 template <typename Value>
 CGX_LANE void store_outcome(const Target& target, int64_t first, int count, const Unit& values,
                             const Unit& decoded, std::byte* scratch) {
@@ -62,14 +62,15 @@ CGX_LANE void store_outcome(const Target& target, int64_t first, int count, cons
   if (!target.residual) return;
   Unit residual;
   CGX_UNROLL
-  for (int i = 0; i < kUnit; ++i) residual.at[i] = lost<Value>(values.at[i], decoded.at[i], target);
+  for (int i = 0; i < kUnit; ++i)
+    residual.at[i] = error_of<Value>(values.at[i], decoded.at[i], target);
   store_unit<Value>(target.residual + first * kWidth, residual, count, scratch);
 }
 
 // ---- 2. values without a grid ----
 
-// Makes the noise of a tile, of the bucket's elements from `start` on, in the buffer. Returns where
-// that of the first is.
+// Generates the noise of a tile, which begins at the bucket's element `start`, in the buffer.
+// Returns the position of the first element's noise.
 template <typename Group>
 CGX_LANE int make_noise_of_tile(Group& group, std::byte* buffer, const Target& target,
                                 int64_t start, int length) {
@@ -82,7 +83,7 @@ CGX_LANE int make_noise_of_tile(Group& group, std::byte* buffer, const Target& t
   return in_block;
 }
 
-// Values rounded to the dtype, or (in_halves) to 16 bits: into a message, results, or both.
+// Writes values rounded to the dtype or (in_halves) to 16 bits, to a message, results, or both.
 template <typename Value, typename Group, typename Source>
 CGX_LANE void write_values(Group& group, std::byte* buffer, const Target& target, int64_t numel,
                            const Source& source, bool in_halves) {
@@ -126,14 +127,14 @@ CGX_LANE void write_values(Group& group, std::byte* buffer, const Target& target
 
 // ---- 3. records ----
 
-// The header of a record, and how its field is made.
+// The header of a record, and the parameters of its field.
 template <typename Format>
 struct Making {
   Header header;
   typename Format::Encoder encoder;
-  bool flat;  // all codes are the same
+  bool flat;  // all codes are equal
   bool noisy;
-  float rounder;  // what is added to all values, unless noise is
+  float rounder;  // added to all values, unless there is noise
 
   CGX_LANE Making(const Grid& grid, const Coding& coding, const Target& target)
       : header(grid.header), encoder(grid, coding), flat(grid.inverse == 0.0f), rounder(0.5f) {
@@ -150,14 +151,15 @@ struct Making {
   }
 };
 
-// A tile's part of a record; afterwards, if anybody wants it, of a rotated bucket the tile holds
-// what the field decodes to.
+// Writes a tile's part of a record. If result or residual is needed, the tile of a rotated bucket
+// holds the decoded field afterwards.
 template <typename Value, typename Format, typename Group>
 CGX_LANE void write_tile(Group& group, std::byte* buffer, const Target& target,
                          const Coding& coding, const Making<Format>& making, int64_t start,
                          int length, typename Group::template Lanes<Tile>& tile) {
   const bool trits = coding.format == BucketFormat::kTernary;
-  // The field is made behind the room for the header; that of trits from bytes that are made there.
+  // The field is built after the room for the header. Trits are packed from bytes that are built
+  // there.
   std::byte* const stage = buffer + Layout<Group>::kStageAt;
   std::byte* const made = trits ? buffer + Layout<Group>::kScratchAt : stage;
   const int noise_at = making.noisy ? make_noise_of_tile(group, buffer, target, start, length) : 0;
@@ -206,7 +208,7 @@ CGX_LANE void write_tile(Group& group, std::byte* buffer, const Target& target,
   });
 }
 
-// What a rotated bucket lost, and its result, of what its field decodes to, rotated back.
+// Stores the error and the result of a rotated bucket, from the decoded and rotated-back field.
 template <typename Value, typename Group>
 CGX_LANE void store_rotated_outcome(Group& group, std::byte* buffer, const Target& target,
                                     int numel, typename Group::template Lanes<Tile>& values,
@@ -222,9 +224,9 @@ CGX_LANE void store_rotated_outcome(Group& group, std::byte* buffer, const Targe
   });
 }
 
-// A record, in passes over its values: some that measure, one that writes. The source is asked
-// again for a tile of a long bucket before anything of that tile is written: so it may read what
-// the target overwrites. It is asked again for a rotated bucket, to see what is lost of it.
+// Writes a record in several passes over the values: some measure, the last writes. For a long
+// bucket, the source is read again for each tile before the tile is written, so it may read memory
+// that the target overwrites. For a rotated bucket it is read again to compute the errors.
 template <typename Value, typename Format, typename Group, typename Source>
 CGX_LANE void write_record(Group& group, std::byte* buffer, const Target& target, int64_t numel,
                            const Source& source) {
@@ -264,13 +266,13 @@ CGX_LANE void write_record(Group& group, std::byte* buffer, const Target& target
   }
 }
 
-// ---- 4. values that are moved ----
+// ---- 4. copies ----
 
-// Exact values that are only moved keep their bits: places(visit) calls visit(place) for each
-// place that gets them.
-template <typename Value, typename Group, typename Places>
+// Uncompressed values that are only moved keep their bits. destinations(visit) calls visit(address)
+// for each destination.
+template <typename Value, typename Group, typename Destinations>
 CGX_LANE void move_exact(Group& group, std::byte* buffer, const std::byte* values, int64_t numel,
-                         bool failed, const Places& places) {
+                         bool failed, const Destinations& destinations) {
   constexpr int kWidth = sizeof(typename Value::Bits);
   for (int64_t start = 0; start < numel; start += Layout<Group>::kTile) {
     const auto length = static_cast<int>(at_most(Layout<Group>::kTile, numel - start));
@@ -287,7 +289,7 @@ CGX_LANE void move_exact(Group& group, std::byte* buffer, const std::byte* value
       }
     });
     group.each([&](int lane) {
-      places([&](std::byte* to) {
+      destinations([&](std::byte* to) {
         copy_out<Group::kLanes>(lane, to + start * kWidth, buffer, at, length * kWidth);
       });
     });

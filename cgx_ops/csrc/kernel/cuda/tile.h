@@ -1,4 +1,5 @@
-// A tile: the values that a group of lanes holds in registers at once; and its shared memory.
+// A tile: the values that a group of lanes holds in registers at a time; and the group's shared
+// memory.
 #pragma once
 
 #include <cstdint>
@@ -9,22 +10,22 @@
 
 namespace cgx::device::cuda {
 
-// Shared memory of a group, one use after another: what arrives; noise, a part of a record, and
-// lanes' scratch; values as floats with sums of them (measure.h) or while they are rotated; what
-// sparse.h makes.
+// The shared memory of a group, for different uses in turn: arriving data; noise, a part of a
+// record, and scratch memory of lanes; values as floats with their sums (measure.h) or during a
+// rotation; the data of sparse.h.
 template <typename Group>
 struct Layout {
   static constexpr int kTile = tile_numel(Group::kLanes);
   static constexpr int kNoise = 2 * (kTile + kNoiseBlock);
   static constexpr int kStage = static_cast<int>(kHeaderRoom) + kTile + kWindow + 8;
   static constexpr int kStageAt = kNoise, kScratchAt = kNoise + kStage;
-  // The values of a bucket of 512 and seven messages of 4 bits fit into 8 bytes a value.
+  // A bucket of 512 values and seven messages of 4 bits fit into 8 bytes per value.
   static constexpr int kArriving = (Group::kLanes == kWarpLanes ? 32 : 21) * kTile / 4;
   static constexpr int kBytes = kArriving + kWindow;
   static_assert(kStageAt % 16 == 0 && kScratchAt % 16 == 0);
   static_assert(kScratchAt + 32 * Group::kLanes <= kArriving && 4 * kTile + 32 <= kArriving);
-  // A record of rotated or of chosen values behind a tile of floats: 8 bits each, or a fourth of
-  // them in 32 bits, and their places.
+  // A record of rotated or sparse values after a tile of floats: 8 bits each, or a quarter of them
+  // in 32 bits with their indices.
   static_assert(4 * kTile + 32 + kTile + kTile / 8 + 32 <= kArriving);
 };
 
@@ -32,8 +33,8 @@ struct Tile {
   Unit units[kLaneUnits];
 };
 
-// Calls visit(u, at, count) for each unit of a tile of `numel` values that is this lane's: its
-// place in the tile, and how many values it has, 1 to 8.
+// Calls visit(u, at, count) for each of this lane's units in a tile of `numel` values: its offset
+// in the tile, and its number of values, 1 to 8.
 template <int kLanes, typename Visit>
 CGX_LANE void for_units(int lane, int numel, const Visit& visit) {
   CGX_UNROLL
@@ -43,8 +44,8 @@ CGX_LANE void for_units(int lane, int numel, const Visit& visit) {
   }
 }
 
-// A tile of `numel` values to shared memory, and back. In a last unit that is not whole its first
-// value is repeated.
+// Copies a tile of `numel` values to shared memory, and back. An incomplete last unit repeats its
+// first value.
 template <typename Group>
 CGX_LANE void store_tile(Group& group, typename Group::template Lanes<Tile>& tile, int numel,
                          std::byte* buffer) {

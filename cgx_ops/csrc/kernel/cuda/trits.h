@@ -1,6 +1,6 @@
-// Trits in bytes (docs/reference/wire_format.md): five to a byte, in groups of 80 whose byte j has codes j,
-// 16 + j, ... 64 + j; a last group of b bytes has its codes b apart. In registers a unit's codes
-// have two bits each.
+// Packs trits into bytes (docs/reference/compressor_formats.md): five per byte, in groups of 80,
+// whose byte j has codes j, 16 + j, ... 64 + j. In a last group of b bytes the distance is b. In
+// registers, the codes of a unit have two bits each.
 //
 //   1. eight trits of a field
 //   2. a tile's codes -> a field
@@ -17,11 +17,11 @@ inline constexpr int kTritBytes = 16, kTrits = 5 * kTritBytes;  // of a group
 
 // ---- 1. unpack ----
 
-// Where in a bucket's field the group of a value begins.
+// The offset of a value's group in a bucket's field.
 CGX_LANE int64_t trit_group_at(int64_t element) { return element / kTrits * kTritBytes; }
 
-// The unit that begins with `element` of a bucket of `numel`. `field`: the place in the buffer of
-// the byte that is `first_byte` of the bucket's field.
+// Loads the unit that begins at `element` of a bucket of `numel`. `field` is the offset in the
+// buffer of byte `first_byte` of the bucket's field.
 CGX_LANE uint64_t load_trits(const std::byte* buffer, int field, int64_t first_byte,
                              int64_t element, int64_t numel, int count) {
   const int64_t group = element - element % kTrits;
@@ -35,7 +35,7 @@ CGX_LANE uint64_t load_trits(const std::byte* buffer, int field, int64_t first_b
     auto rest = static_cast<uint32_t>(load<uint8_t>(buffer + at + (in_group + i) % apart));
     CGX_ROLLED
     for (int j = 0; j < digit; ++j) rest /= 3;
-    // What no rank writes, a byte of 243 or more, ends in a code that is too large.
+    // A byte of 243 or more, which no rank writes, gives an invalid code.
     codes |= uint64_t{digit == 4 ? rest & 3 : rest % 3} << (2 * i);
   }
   return codes;
@@ -43,7 +43,7 @@ CGX_LANE uint64_t load_trits(const std::byte* buffer, int field, int64_t first_b
 
 // ---- 2. pack ----
 
-// Eight codes of two bits -> of a byte.
+// Converts eight codes from two bits to one byte each.
 CGX_LANE uint64_t spread_trits(uint64_t field) {
   uint64_t bytes = 0;
   CGX_UNROLL
@@ -51,7 +51,8 @@ CGX_LANE uint64_t spread_trits(uint64_t field) {
   return bytes;
 }
 
-// One lane's part of the field of `numel` codes, whole groups or a bucket's last, a byte each.
+// A lane's part of packing the field of `numel` codes, one byte each: whole groups, or the end of a
+// bucket.
 template <int kLanes>
 CGX_LANE void pack_trits(int lane, const std::byte* codes, int numel, std::byte* field) {
   const int whole = numel / kTrits * kTrits;

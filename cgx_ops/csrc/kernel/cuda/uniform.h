@@ -1,11 +1,12 @@
-// Buckets <-> levels between their minimum and maximum, in registers (docs/reference/wire_format.md, sections
-// 2 and 3). And what all formats of buckets share: a header, and the grid that encoding needs.
+// Encodes buckets to levels between their minimum and maximum, in registers, and decodes them
+// (docs/reference/wire_format.md, sections 2 and 3). Also the header and the grid, which all bucket
+// formats share.
 //
 //   1. headers and grids
 //   2. the range of a bucket
-//   3. eight values -> eight levels, end to end
+//   3. eight values -> eight contiguous levels
 //   4. eight levels -> eight values
-//   5. the format, as kernels see it
+//   5. the format, for kernels
 #pragma once
 
 #include <cstdint>
@@ -21,21 +22,22 @@ namespace cgx::device::cuda {
 
 // ---- 1. headers and grids ----
 
-// Of a record: the minimum and the step. Other formats have a scale or two instead.
+// The minimum and the step. Other formats have one or two scales instead.
 struct Header {
   float first, second;
 };
 
 CGX_LANE Header non_finite() { return {float_of(kFloat32Nan), float_of(kFloat32Nan)}; }
 
-// No rank writes another header that is not finite.
+// No rank writes any other non-finite header.
 CGX_LANE Header finite_or_nan(const Header& header) {
   return is_finite(header.first) && is_finite(header.second) ? header : non_finite();
 }
 
 struct Grid {
   Header header;
-  float inverse;  // of a step, or what a format has for it; 0: all values have the same code
+  float inverse;  // of the step, or its equivalent in other formats; 0: all values have the same
+                  // code
 };
 
 CGX_LANE Grid grid_of_nan() { return {non_finite(), 0.0f}; }
@@ -45,7 +47,7 @@ CGX_LANE Grid grid_of_nan() { return {non_finite(), 0.0f}; }
 CGX_LANE Grid range_of(Extremes keys, int bits) {
   const float lo = value_of_key(keys.lowest), hi = value_of_key(keys.highest);
   const float extent = subtract(hi, lo);
-  // Any NaN or infinity is at an end of the order.
+  // NaN and infinity are at the ends of the order.
   if (!is_finite(lo) || !is_finite(hi) || !is_finite(extent)) return grid_of_nan();
   const float step = divide(extent, static_cast<float>((1 << bits) - 1));
   const float inverse = divide(1.0f, step);
@@ -54,7 +56,7 @@ CGX_LANE Grid range_of(Extremes keys, int bits) {
 
 // ---- 3. encode ----
 
-// The same for all units of a bucket.
+// Shared by all units of a bucket.
 class UniformEncoder {
  public:
   CGX_LANE UniformEncoder(const Grid& grid, const Coding& coding)
@@ -62,10 +64,10 @@ class UniformEncoder {
         bits_(coding.bits),
         base_(1u << bits_),
         highest_(static_cast<float>(base_ - 1)),
-        // What four times kIntegerBits add up to in four digits; modulo 2^32, as all of it.
+        // The sum of four kIntegerBits in four digits, modulo 2^32.
         excess_(kIntegerBits * (1u + base_ + base_ * base_ + base_ * base_ * base_)) {}
 
-  // The field of a unit, its first level lowest. Levels that follow `count` are 0.
+  // The field of a unit, its first level in the lowest bits. Levels beyond `count` are 0.
   CGX_LANE uint64_t encode(const Unit& values, const Unit& r, int count) const {
     uint32_t integers[kUnit];
     CGX_UNROLL
@@ -93,9 +95,9 @@ class UniformEncoder {
 
 // ---- 4. decode ----
 
-// The same for all units of a record. A level, as the highest bits of the fraction of a float in
-// [1, 2), is 1 + level / 256; times 256 * step, minus 256 * step, rounded once: that is
-// fp32(level * step) in one operation.
+// Shared by all units of a record. A level in the top bits of the fraction of a float in [1, 2) is
+// 1 + level / 256. Multiplied by 256 * step, minus 256 * step, rounded once, this is fp32(level *
+// step) in one operation.
 class UniformDecoder {
  public:
   CGX_LANE UniformDecoder(const Header& header, const Coding& coding)
@@ -111,7 +113,7 @@ class UniformDecoder {
     CGX_UNROLL
     for (int i = 0; i < kUnit; ++i) {
       const uint32_t word = i < 4 ? low : high;
-      // From i % 4 * bits up to kPlace: rotated, by one instruction.
+      // From i % 4 * bits up to kPlace, by one rotate instruction.
       const uint32_t level = window(word, word, (i % 4 * bits_ + 32 - kPlace) % 32) & mask_;
       values.at[i] = float_of(level | 0x3f800000u);
     }
@@ -127,7 +129,7 @@ class UniformDecoder {
   }
 
  private:
-  static constexpr int kPlace = 15;  // of 8 bits at the top of 23
+  static constexpr int kPlace = 15;  // position of 8 bits at the top of 23
   Header header_;
   int bits_;
   uint32_t mask_;
@@ -136,14 +138,17 @@ class UniformDecoder {
 
 // ---- 5. the format ----
 
-// Of kernels that know no other: a format has
+// A format has these members (this one is for kernels of uniform buckets only):
 //
-//   Measure(group, buffer, coding, numel)           looks at a bucket, tile by tile, in kPasses, of
-//                                                   which it needs(pass); then there is its grid()
-//   Encoder(grid, coding), Decoder(header, coding)  units <-> fields of eight codes
-//   kFormats                                        which pieces its kernels are for
-//   known(coding)                                   what of it is known when it is compiled
-//   in_halves(coding)                               whether values travel in 16 bits
+//   Measure(group, buffer, coding, numel)           Processes a bucket tile by tile, in those of
+//                                                   kPasses for which needs(pass); then grid() is
+//                                                   valid.
+//   Encoder(grid, coding), Decoder(header, coding)  Convert units to fields of eight codes, and
+//                                                   back.
+//   kFormats                                        The pieces that its kernels process.
+//   known(coding)                                   The part of the coding that is known at compile
+//                                                   time.
+//   in_halves(coding)                               Whether values are sent in 16 bits.
 struct UniformFormat {
   static constexpr Formats kFormats = Formats::kPlain;
   using Encoder = UniformEncoder;

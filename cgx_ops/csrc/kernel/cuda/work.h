@@ -1,5 +1,6 @@
-// How the work of a launch is dealt out: pieces are cut into buckets, buckets go to groups, by
-// three kinds of kernels. Index arithmetic only, for the kernels and for who launches them.
+// How the work of a launch is distributed: pieces are cut into buckets, and buckets are assigned to
+// groups, for three kinds of kernels. Index arithmetic only, for kernels and for the code that
+// launches them.
 #pragma once
 
 #include <cstdint>
@@ -11,14 +12,15 @@ namespace cgx::device::cuda {
 
 inline constexpr int kHeaderRoom = 8;  // bytes, for a record's header
 
-inline constexpr int kUnit = 8;       // values that a lane takes at a time: `bits` bytes of field
+inline constexpr int kUnit = 8;       // values that a lane processes at a time: `bits` bytes of
+                                      // field
 inline constexpr int kLaneUnits = 2;  // units of a tile that a lane holds in registers
 
-// Values that a group holds in registers. Longer buckets are read once for each pass over them.
+// Values that a group holds in registers. Longer buckets are read once per pass.
 constexpr int tile_numel(int lanes) { return lanes * kLaneUnits * kUnit; }
 
-inline constexpr int kWarpLanes = 32, kBlockLanes = 512;  // groups of one kind, and of the other
-// The longest bucket for a warp: two tiles, read again while the cache still holds them.
+inline constexpr int kWarpLanes = 32, kBlockLanes = 512;  // the two sizes of groups
+// The longest bucket for a warp: two tiles, which are read again while they are in the cache.
 inline constexpr int64_t kMostOfWarp = 1024;
 
 CGX_HD int64_t at_most(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -31,7 +33,7 @@ CGX_HD bool is_half(const Coding& coding) { return coding.bits == kHalfBits && !
 CGX_HD bool is_vote(const Coding& coding) {
   return !is_exact(coding) && coding.format == BucketFormat::kSign;
 }
-// Whether kernels that know uniform buckets and exact values alone serve it.
+// Whether the kernels for uniform buckets and uncompressed values support it.
 CGX_HD bool is_plain(const Coding& coding) {
   return is_exact(coding) || (!is_half(coding) && !is_sparse(coding) &&
                               coding.format == BucketFormat::kUniform && coding.rotation_log == 0);
@@ -42,13 +44,13 @@ CGX_HD int64_t field_bytes(int64_t numel, const Coding& coding) {
   return field_bytes(coding.format, numel, coding.bits);
 }
 
-// Of a sparse bucket: the places by Elias and Fano (compressor/places.cc), unless they are drawn;
-// then values.
+// A sparse bucket: the indices in the Elias-Fano code (compressor/indices.cc) unless they are
+// random, then the values.
 struct SparseRecord {
-  int numel, count;  // values of the bucket, and of the record
-  int low_bits;      // of a place, in low_bytes; the rest in high_bytes
+  int numel, count;  // values of the bucket and of the record
+  int low_bits;      // per index, in low_bytes; the other bits are in high_bytes
   int low_bytes, high_bytes;
-  int width;  // of a value
+  int width;  // bytes of a value
 
   CGX_HD SparseRecord(int64_t bucket_numel, const Coding& coding, int dtype_width)
       : numel(static_cast<int>(bucket_numel)),
@@ -66,10 +68,10 @@ struct SparseRecord {
   CGX_HD int bytes() const { return values_at() + count * width; }
 };
 
-// From what the places of a bucket are drawn.
+// The parameters of a bucket's random indices.
 struct Draw {
   uint64_t seed;
-  uint64_t first_index;  // of the bucket's first value, in its segment
+  uint64_t first_index;  // of the bucket's first value in its segment
 };
 
 // Bytes of a bucket of `numel` values in a message: a record, or the values themselves.
@@ -80,7 +82,7 @@ CGX_HD int64_t bucket_bytes(int64_t numel, const Coding& coding, int width) {
   return header_bytes(coding) + field_bytes(numel, coding);
 }
 
-// Where a bucket begins: all before it are whole. (They may be longer than any message.)
+// The offset of a bucket; all earlier buckets are full. (A bucket may be longer than any message.)
 CGX_HD int64_t bucket_at(int64_t number, int64_t bucket_size, const Coding& coding, int width) {
   return number == 0 ? 0 : number * bucket_bytes(bucket_size, coding, width);
 }
@@ -89,7 +91,7 @@ CGX_HD int64_t buckets_of(const Piece& piece) {
   return piece.numel <= 0 ? 0 : (piece.numel - 1) / piece.bucket_size + 1;
 }
 
-// Values that need no grid are cut as suits a warp.
+// Values without a grid are cut for warps.
 inline void cut_exact_pieces(Pieces* pieces, bool reduces) {
   for (int i = 0; i < pieces->count; ++i) {
     Piece& piece = pieces->at[i];
@@ -102,7 +104,7 @@ inline void cut_exact_pieces(Pieces* pieces, bool reduces) {
   }
 }
 
-// Who takes a bucket: a warp, or a block if it is long.
+// The kind of group for a bucket: a warp, or a block if it is long.
 enum class Takers { kWarps, kBlocks };
 constexpr int lanes_of(Takers takers) {
   return takers == Takers::kWarps ? kWarpLanes : kBlockLanes;
@@ -118,7 +120,8 @@ inline Takers takers_of(const Piece& piece) {
 }
 static_assert(tile_numel(kBlockLanes) == kMostWholeOnDevices);
 
-// Whose kernels: those of uniform buckets and exact values, of any buckets, of sparse ones.
+// The kinds of kernels: for uniform buckets and uncompressed values, for any format, for sparse
+// buckets.
 enum class Formats { kPlain, kAny, kSparse };
 
 inline Formats formats_of(const Piece& piece) {
@@ -126,12 +129,12 @@ inline Formats formats_of(const Piece& piece) {
   return is_plain(piece.coding) && is_plain(piece.reduced_coding) ? Formats::kPlain : Formats::kAny;
 }
 
-// The pieces of a launch that are for one kind of group and of kernel.
+// The pieces of a launch for one kind of group and kernel.
 struct Work {
   int64_t buckets = 0;
   int32_t pieces = 0;
-  int32_t piece[kMostPieces] = {};   // its place in the launch
-  int64_t before[kMostPieces] = {};  // buckets of the pieces before it
+  int32_t piece[kMostPieces] = {};   // its index in the launch
+  int64_t before[kMostPieces] = {};  // number of buckets in earlier pieces
 };
 
 inline Work work_for(Formats formats, Takers takers, const Pieces& pieces) {
@@ -147,18 +150,18 @@ inline Work work_for(Formats formats, Takers takers, const Pieces& pieces) {
   return work;
 }
 
-// Groups that share `buckets`: no more than keep the GPU busy, they take several in turn.
+// The number of groups for `buckets`: as many as keep the GPU busy; each processes several in turn.
 inline int groups_for(Takers takers, int64_t buckets, int processors) {
   return static_cast<int>(
       at_most(buckets, int64_t{processors} * (takers == Takers::kWarps ? 64 : 4)));
 }
 
 struct Bucket {
-  int32_t piece;   // in the launch
-  int64_t number;  // in the piece
+  int32_t piece;   // index in the launch
+  int64_t number;  // index in the piece
 };
 
-// `from` is where the last search ended: a group's buckets come in order.
+// `from` is the result of the previous search: a group's buckets come in order.
 CGX_HD Bucket find_bucket(const Work& work, int64_t bucket, int32_t* from) {
   int32_t at = *from;
   while (at + 1 < work.pieces && work.before[at + 1] <= bucket) ++at;

@@ -27,19 +27,19 @@ struct TcpOffer {
   static TcpOffer read(std::span<const std::byte> bytes);
 };
 
-class TcpMeeting {
+class TcpRendezvous {
  public:
   // Starts to listen.
-  explicit TcpMeeting(int rank);
+  explicit TcpRendezvous(int rank);
   TcpOffer offer() const { return offer_; }
 
-  struct Met {
+  struct Connected {
     std::vector<FileDescriptor> connections;  // by rank; unset for ranks that were not to be
                                               // reached
     int64_t strangers;                        // connections without a valid proof
   };
   // Throws Error(CGX_SYSTEM), which lists the missing ranks and the reasons.
-  Met meet(const std::vector<TcpOffer>& offers, const Reach& reach);
+  Connected connect(const std::vector<TcpOffer>& offers, const Reach& reach);
 
  private:
   const int rank_;

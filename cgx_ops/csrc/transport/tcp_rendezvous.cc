@@ -1,4 +1,4 @@
-#include "transport/tcp_meeting.h"
+#include "transport/tcp_rendezvous.h"
 
 #include <poll.h>
 #include <sys/socket.h>
@@ -95,9 +95,9 @@ class Conversation {
 };
 
 // Tries to reach a lower rank, at each of its addresses in turn.
-class Dialler {
+class Dialer {
  public:
-  Dialler(const SipKey& key, int rank, int peer, const TcpOffer& offer)
+  Dialer(const SipKey& key, int rank, int peer, const TcpOffer& offer)
       : key_(key), rank_(rank), peer_(peer) {
     for (const SocketAddress& address : offer.addresses)
       if (address.family != SocketAddress::kNone) addresses_.push_back(address);
@@ -147,10 +147,10 @@ class Dialler {
   std::optional<Conversation> attempt_;
 };
 
-class Meeting {
+class Rendezvous {
  public:
-  Meeting(int rank, const std::vector<FileDescriptor>& listeners,
-          const std::vector<TcpOffer>& offers, const Reach& reach)
+  Rendezvous(int rank, const std::vector<FileDescriptor>& listeners,
+             const std::vector<TcpOffer>& offers, const Reach& reach)
       : rank_(rank),
         listeners_(listeners),
         reach_(reach),
@@ -161,11 +161,11 @@ class Meeting {
     for (int peer = 0; peer < static_cast<int>(offers.size()); ++peer) {
       if (!wanted(peer)) continue;
       ++missing_;
-      if (peer < rank) diallers_.emplace_back(key_, rank, peer, offers[peer]);
+      if (peer < rank) dialers_.emplace_back(key_, rank, peer, offers[peer]);
     }
   }
 
-  TcpMeeting::Met run() {
+  TcpRendezvous::Connected run() {
     while (missing_ > 0) {
       // Handle pending events before anything times out: this process may have been suspended.
       const auto now = Clock::now();
@@ -183,8 +183,8 @@ class Meeting {
   bool met(int peer) const { return connections_[peer].get() >= 0; }
 
   void step(Clock::time_point now) {
-    for (Dialler& dialler : diallers_)
-      if (!met(dialler.peer())) dialler.step(now);
+    for (Dialer& dialer : dialers_)
+      if (!met(dialer.peer())) dialer.step(now);
     visitors_.remove_if([&](const Conversation& visitor) {
       const bool over = !visitor.failure().empty() || now >= visitor.until();
       strangers_ += over;
@@ -202,10 +202,10 @@ class Meeting {
       until = std::min(until, visitor.until());
       sockets.push_back(visitor.waits());
     }
-    for (Dialler& dialler : diallers_) {
-      if (met(dialler.peer())) continue;
-      until = std::min(until, dialler.next_step());
-      if (dialler.attempt()) sockets.push_back(dialler.attempt()->waits());
+    for (Dialer& dialer : dialers_) {
+      if (met(dialer.peer())) continue;
+      until = std::min(until, dialer.next_step());
+      if (dialer.attempt()) sockets.push_back(dialer.attempt()->waits());
     }
     const auto left = std::chrono::ceil<std::chrono::milliseconds>(until - Clock::now()).count();
     poll(sockets.data(), sockets.size(), static_cast<int>(std::clamp<int64_t>(left, 0, 1000)));
@@ -226,9 +226,9 @@ class Meeting {
     }
     visitors_.remove_if(
         [](const Conversation& visitor) { return visitor.waits().fd < 0; });  // accepted
-    for (Dialler& dialler : diallers_) {
-      auto& attempt = dialler.attempt();
-      if (!attempt || met(dialler.peer())) continue;
+    for (Dialer& dialer : dialers_) {
+      auto& attempt = dialer.attempt();
+      if (!attempt || met(dialer.peer())) continue;
       const pollfd now = ready(attempt->waits());
       if (now.revents == 0) continue;
       attempt->go_on();
@@ -264,9 +264,9 @@ class Meeting {
 
   std::string describe() const {
     std::string unreached, absent;
-    for (const Dialler& dialler : diallers_)
-      if (!met(dialler.peer()))
-        unreached += join(unreached.empty() ? "cannot reach " : ", ", dialler.describe());
+    for (const Dialer& dialer : dialers_)
+      if (!met(dialer.peer()))
+        unreached += join(unreached.empty() ? "cannot reach " : ", ", dialer.describe());
     for (int peer = rank_ + 1; peer < static_cast<int>(connections_.size()); ++peer)
       if (wanted(peer) && !met(peer))
         absent += join(absent.empty() ? "was not reached by rank " : ", ", peer);
@@ -284,7 +284,7 @@ class Meeting {
   const Clock::time_point deadline_;
   int missing_ = 0;
   int64_t strangers_ = 0;
-  std::list<Dialler> diallers_;
+  std::list<Dialer> dialers_;
   std::list<Conversation> visitors_;  // oldest first
 };
 
@@ -294,7 +294,7 @@ TcpOffer TcpOffer::read(std::span<const std::byte> bytes) {
   return from_bytes<TcpOffer>(bytes, "an offer of TCP");
 }
 
-TcpMeeting::TcpMeeting(int rank) : rank_(rank) {
+TcpRendezvous::TcpRendezvous(int rank) : rank_(rank) {
   offer_.share = random_nonce();
   const std::vector<SocketAddress> addresses = own_addresses();
   for (size_t i = 0; i < std::min(addresses.size(), offer_.addresses.size()); ++i) {
@@ -303,8 +303,9 @@ TcpMeeting::TcpMeeting(int rank) : rank_(rank) {
   }
 }
 
-TcpMeeting::Met TcpMeeting::meet(const std::vector<TcpOffer>& offers, const Reach& reach) {
-  Met met = Meeting(rank_, listeners_, offers, reach).run();
+TcpRendezvous::Connected TcpRendezvous::connect(const std::vector<TcpOffer>& offers,
+                                                const Reach& reach) {
+  Connected met = Rendezvous(rank_, listeners_, offers, reach).run();
   listeners_.clear();
   return met;
 }

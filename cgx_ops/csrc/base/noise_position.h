@@ -11,11 +11,11 @@ namespace cgx {
 inline constexpr int kNoiseBlock = 128;    // elements
 inline constexpr int kNoiseCounters = 16;  // per block; each produces eight 16-bit values
 
-struct NoisePlace {
+struct NoisePosition {
   uint64_t counter;
   int half;
 };
-CGX_HD NoisePlace noise_place(uint64_t element) {
+CGX_HD NoisePosition noise_position(uint64_t element) {
   return {element / kNoiseBlock * kNoiseCounters + element % kNoiseCounters,
           static_cast<int>(element % kNoiseBlock) / kNoiseCounters};
 }

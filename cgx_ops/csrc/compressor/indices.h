@@ -11,10 +11,10 @@
 namespace cgx {
 
 // Size of `count` encoded indices below `numel`, 0 < count <= numel < 2^32.
-int64_t places_bytes(int64_t numel, int64_t count);
-void write_places(std::span<const uint32_t> places, int64_t numel, std::byte* bytes);
+int64_t indices_bytes(int64_t numel, int64_t count);
+void write_indices(std::span<const uint32_t> indices, int64_t numel, std::byte* bytes);
 
 // Throws Error(CGX_INVALID_ARGUMENT) if the bytes do not encode as many ascending indices.
-void read_places(const std::byte* bytes, int64_t numel, std::span<uint32_t> places);
+void read_indices(const std::byte* bytes, int64_t numel, std::span<uint32_t> indices);
 
 }  // namespace cgx
