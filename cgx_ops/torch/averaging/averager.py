@@ -28,7 +28,7 @@ _KEPT = ("step", "last", "exchange")
 class Average:
     """The last average, equal on all ranks.
 
-    A class of its own, so that torch.distributed.checkpoint saves it as one object.
+    A separate class, so that torch.distributed.checkpoint saves it as one object.
 
     Attributes:
         tensors: float32, one for each parameter, in order; empty before the first average.

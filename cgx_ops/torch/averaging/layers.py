@@ -159,8 +159,8 @@ def forget_models() -> None:
 def exclude_layer(pattern: str) -> None:
     """Send the gradients of matching layers exact.
 
-    The last call that matches a layer decides. The settings apply to every DDP hook state without
-    rules of its own.
+    The last call that matches a layer decides. The settings apply to every DDP hook state that
+    was created without rules.
 
     Args:
         pattern: part of a layer's name, or a glob such as `*.bias`.
@@ -180,8 +180,8 @@ def exclude_layer(pattern: str) -> None:
 def set_quantization_bits(pattern: str, bits: int) -> None:
     """Set the bits of matching layers.
 
-    The last call that matches a layer decides. The settings apply to every DDP hook state without
-    rules of its own.
+    The last call that matches a layer decides. The settings apply to every DDP hook state that
+    was created without rules.
 
     Args:
         pattern: part of a layer's name, or a glob such as `*.bias`.
@@ -202,8 +202,8 @@ def set_quantization_bits(pattern: str, bits: int) -> None:
 def set_quantization_bucket_size(pattern: str, bucket_size: int) -> None:
     """Set how many values of matching layers share one minimum and step.
 
-    The last call that matches a layer decides. The settings apply to every DDP hook state without
-    rules of its own.
+    The last call that matches a layer decides. The settings apply to every DDP hook state that
+    was created without rules.
 
     Args:
         pattern: part of a layer's name, or a glob such as `*.bias`.

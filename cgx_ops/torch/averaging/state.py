@@ -375,7 +375,7 @@ def check_carrier(carrier: str, config: Config, *, chooses_bits: bool = False) -
         )
     if chooses_bits:
         raise InvalidArgument(
-            "carrier 'c10d' supports neither adaptive bits nor auto_bits: use carrier 'native'"
+            "carrier 'c10d' does not support adaptive bits or auto_bits: use carrier 'native'"
         )
 
 

@@ -147,6 +147,9 @@ def compressed(config: Config | None = None, *, seed: int = 0) -> Iterator[None]
         seed: seed of random rounding, used together with `config`. DDP communication hooks use the
             seed of their state.
 
+    Yields:
+        Nothing.
+
     Raises:
         TypeError: `config` is not a Config.
         InvalidArgument: `seed` is out of range.
@@ -171,6 +174,9 @@ def compressed(config: Config | None = None, *, seed: int = 0) -> Iterator[None]
 @contextlib.contextmanager
 def uncompressed() -> Iterator[None]:
     """Send everything that this thread starts inside the block exact, including gradients.
+
+    Yields:
+        Nothing.
 
     Example:
         >>> import torch

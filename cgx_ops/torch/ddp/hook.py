@@ -284,6 +284,9 @@ def bf16_compress_wrapper(hook: Hook) -> Hook:
     Returns:
         A hook that converts the bucket to bfloat16, calls `hook`, and converts the average back.
 
+    Raises:
+        Exception: the returned hook raises what `hook` raises.
+
     Example:
         >>> import torch
         >>> import torch.distributed as dist

@@ -40,7 +40,7 @@ _KEPT = ("steps", "applied", "mean_over", "outer", "exchange")
 class Outer:
     """The part of a checkpoint that is equal on all ranks.
 
-    A class of its own, so that torch.distributed.checkpoint saves it as one object.
+    A separate class, so that torch.distributed.checkpoint saves it as one object.
 
     Attributes:
         parameters: the outer parameters, by name.
@@ -215,6 +215,9 @@ class DiLoCo:
 
         Args:
             inner_optimizer: the optimizer of this rank.
+
+        Yields:
+            Nothing.
         """
         with after_every_step(inner_optimizer, self.step):
             yield

@@ -35,6 +35,9 @@ class State:
     Attributes:
         adaptive: the adaptive bits, or None.
 
+    Raises:
+        InvalidArgument: `compress` raises it for arguments that are out of range.
+
     Example:
         >>> import torch
         >>> import torch.distributed as dist

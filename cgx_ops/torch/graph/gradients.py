@@ -35,7 +35,7 @@ def compress_grads(
 
     Call it on the weights before the model uses them, in eager or compiled code. Gradients with the
     same dtype and config share a message. A parameter that got no gradient contributes zeros.
-    Tensors that do not require grad are returned as they are.
+    Tensors that do not require grad are returned unchanged.
 
     Args:
         params: a tensor, a list of tensors, or a dict of tensors by name; float32, float16 or

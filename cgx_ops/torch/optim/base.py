@@ -41,7 +41,7 @@ class ParamUpdate(NamedTuple):
 class RankLocalState:
     """The parts of parameters' states that differ between ranks.
 
-    A class of its own, so that torch.distributed.checkpoint saves each rank's as one object.
+    A separate class, so that torch.distributed.checkpoint saves each rank's as one object.
 
     Attributes:
         state: by index of the parameter and name.

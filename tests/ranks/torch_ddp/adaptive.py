@@ -173,7 +173,7 @@ def what_cannot_be() -> None:
     fails(InvalidArgument, "below 32", lambda: state(Config(bits=32)))
     fails(
         InvalidArgument,
-        "carrier 'c10d' supports neither adaptive",
+        "carrier 'c10d' does not support adaptive",
         lambda: state(NEAREST, carrier="c10d"),
     )
     fails(

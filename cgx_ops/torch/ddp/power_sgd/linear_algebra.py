@@ -129,7 +129,7 @@ class Matrices:
         self._whole = len(parts) == 1 and parts[0].gradient.numel() == math.prod(form.shape)
 
     def project(self, old_q: torch.Tensor) -> torch.Tensor:
-        """Collect the values; return this rank's P before averaging, as it is sent."""
+        """Collect the values; return this rank's P before averaging, transposed."""
         shape, flats = self.form.shape, [part.added() for part in self.parts]
         if self._whole:
             self.values = flats[0].float().view(shape)
@@ -141,7 +141,7 @@ class Matrices:
         return torch.bmm(self.basis.mT, self.values.mT)
 
     def project_back(self, mean_p: torch.Tensor, epsilon: float) -> torch.Tensor:
-        """Take the average of P; return this rank's Q before averaging, as it is sent."""
+        """Take the average of P; return this rank's Q before averaging, transposed."""
         self.p = orthogonalized(mean_p.view(self.form.p_shape).mT, epsilon)
         return torch.bmm(self.p.mT, self.values)
 

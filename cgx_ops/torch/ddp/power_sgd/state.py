@@ -29,7 +29,7 @@ def bucket_name(first: str, last: str, numel: int) -> str:
 class Factors:
     """The factors that the last step found for each matrix, equal on all ranks.
 
-    A class of its own, so that torch.distributed.checkpoint saves it as one object.
+    A separate class, so that torch.distributed.checkpoint saves it as one object.
 
     Attributes:
         q: Q of each matrix by name: (columns, rank), float32.
