@@ -124,7 +124,7 @@ def optimizers() -> None:
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
     adam = torch.optim.AdamW(model.parameters(), 0.1)
     backward(model, 1)
-    fails(InvalidArgument, "AdamW has momentum 0.9, which", adam.step)
+    fails(InvalidArgument, "AdamW has momentum 0.9, so", adam.step)
     # What has none, or is of other parameters, or of gradients that are not this state's, goes on.
     backward(model, 2)
     torch.optim.SGD(network().parameters(), 0.1, momentum=0.5).step()
