@@ -155,7 +155,7 @@ class QuantizedModelAverager(ModelAverager):
                     raise InvalidArgument(
                         f"{_CALLER}: the last average has {len(known)} parameters, but "
                         f"{len(parameters)} were passed, or their shapes differ: the average is "
-                        "another model's"
+                        "another model's; pass the same parameters in each call"
                     )
             # A checkpoint may have come from another device.
             known = [x.to(p.device) for x, p in zip(known, parameters, strict=True)]

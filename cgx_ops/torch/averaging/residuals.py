@@ -56,7 +56,7 @@ class Residuals:
         elif known.numel() != like.numel():
             raise InvalidArgument(
                 f"the residual of layer '{name}' has {known.numel()} elements, but its gradient "
-                f"has {like.numel()}: the state belongs to another model"
+                f"has {like.numel()}: the state belongs to another model; load this model's state"
             )
         # A checkpoint may have come from another device; a model may have changed its dtype.
         self.tensors[name] = known.to(dtype=dtype, device=like.device)

@@ -54,7 +54,7 @@ def store_allgather(
             late = [peer for peer, key in enumerate(keys) if not store.check([key])]
             raise dist.DistBackendError(
                 f"cgx, group '{name}': rank {rank} waited {timeout.total_seconds():g} s for ranks "
-                f"{late} of {size} to connect"
+                f"{late} of {size} to connect; check that they are running and use this group"
             ) from error
         blobs = [bytes.fromhex(store.get(key).decode()) for key in keys]
         if store.add(f"{prefix}/read", 1) == size:

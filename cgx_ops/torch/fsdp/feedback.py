@@ -163,7 +163,7 @@ class Kept:
                 raise InvalidArgument(
                     f"the residual of parameter '{parameter.name}' has {found.numel()} elements, "
                     f"but the parameter has {parameter.shape.numel()}: the state belongs to "
-                    "another model"
+                    "another model; load this model's state"
                 )
             parameter.put_into(residual.view(module.ranks, -1), found.view(parameter.shape))
         known[name] = residual.to(values.dtype) if self.feedback.bits == 32 else _encoded(residual)

@@ -30,6 +30,12 @@ Residuals = Sequence[torch.Tensor | None]
 
 _LAST_CALLBACKS_S = 5
 
+_SIZES = {
+    "allreduce": "both must have the same number",
+    "reduce_scatter": "the input must have one block of the output's size for each rank",
+    "all_gather": "the output must have one block of the input's size for each rank",
+}
+
 
 def register() -> None:
     """Make callbacks of futures finish before the interpreter exits. Call once per process.
@@ -120,7 +126,10 @@ def start(
                 f"on {'the CPU or a GPU' if 'cuda' in devices() else 'the CPU'}"
             )
         if tensor.device != input.device:
-            raise InvalidArgument(f"{verb}: input is on {input.device}, output on {output.device}")
+            raise InvalidArgument(
+                f"{verb}: input is on {input.device}, output on {output.device}; both must be on "
+                "the same device"
+            )
         if not tensor.is_contiguous() or tensor.is_neg():
             raise InvalidArgument(
                 f"{verb}: {role} is not contiguous, or a negative view; pass {role}.clone()"
@@ -130,7 +139,7 @@ def start(
     if rest or output.numel() != block * (comm.size if row["blocks_out"] else 1):
         raise InvalidArgument(
             f"{verb} over {comm.size} ranks: input has {input.numel()} elements, output "
-            f"{output.numel()}"
+            f"{output.numel()}; {_SIZES[verb]}"
         )
     call = Call(verb, op, config, name, segments, seed, timeout)
     to = output.data_ptr()  # first, because it may move lazy copies, including the input

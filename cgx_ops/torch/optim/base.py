@@ -328,7 +328,8 @@ class ExchangingOptimizer(Optimizer):
         if there != here:  # checked before anything is changed
             raise InvalidArgument(
                 f"{self._caller}.load_state_dict: the groups of the state have {there} parameters, "
-                f"but those of this optimizer have {here}: the state is another model's"
+                f"but those of this optimizer have {here}: the state is another model's; load this "
+                "model's state"
             )
         require_layers(
             f"{self._caller}.load_state_dict",
@@ -351,7 +352,8 @@ class ExchangingOptimizer(Optimizer):
             if found != dict.fromkeys(self.of_state, tuple(p.shape)):
                 raise InvalidArgument(
                     f"{self._caller}.load_state_dict: parameter {i} has shape {tuple(p.shape)}, "
-                    f"but its saved state has {found}: the state is another model's"
+                    f"but its saved state has {found}: the state is another model's; load this "
+                    "model's state"
                 )
         self.exchange.load_state_dict(state_dict["exchange"])
         kept = {k: v for k, v in state_dict.items() if k not in ("exchange", "own")}

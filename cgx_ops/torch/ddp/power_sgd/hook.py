@@ -267,7 +267,8 @@ class _Exchange:
             if q.shape != (form.shape[0], form.shape[2], form.rank):
                 raise InvalidArgument(
                     f"the Q of layer '{form.names[0]}' has shape {tuple(q.shape[1:])}; it must be "
-                    f"{(form.shape[2], form.rank)}: the state belongs to another model"
+                    f"{(form.shape[2], form.rank)}: the state belongs to another model; load this "
+                    "model's state"
                 )
             found.append(q.to(self.buffer.device))
             if state.warm_start:
