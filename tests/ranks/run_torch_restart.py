@@ -82,7 +82,7 @@ def load(method: Method, goes_on: Callable[[nn.Module, Tensors, Tensors], None],
     # What was not consolidated is two ranks' own.
     model, state = method.hooked()
     state.load_state_dict(torch.load(folder / f"own-{RANK % 2}.pt").state_dict())
-    words = f"of 2, and this is rank {RANK} of {SIZE}"
+    words = f"of 2, but this is rank {RANK} of {SIZE}"
     fails(Exception, words, lambda: backward(model, 0))
 
 

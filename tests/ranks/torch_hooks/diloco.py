@@ -289,7 +289,7 @@ def fragments() -> None:
     check_rounds(loop, model, oracle, 9)
 
     make: Any = DiLoCo
-    fails(InvalidArgument, "no fragment has '4.weight'", lambda: make(
+    fails(InvalidArgument, "no fragment has parameter '4.weight'", lambda: make(
         model, sync_every=2, fragments=[model[0], model[2]]
     ))  # fmt: skip
     fails(InvalidArgument, "is in fragments 0 and 1", lambda: make(
