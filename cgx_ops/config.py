@@ -158,7 +158,7 @@ class Config:
 
     @property
     def draws(self) -> bool:
-        """Whether the result depends on a seed: for rounding noise, or for the indices of "randk"."""
+        """Whether a seed affects the result: rounding noise, or the indices of "randk"."""
         if self.bits == EXACT_BITS:
             return False
         return self._rounds != "nearest" or self.compressor == "randk"

@@ -1,1 +1,1 @@
-"""What every framework shares below its API: libcgx by ctypes, calls, launchers, the process."""
+"""The code that all frameworks share: ctypes for libcgx, calls, launchers, the process."""

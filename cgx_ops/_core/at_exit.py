@@ -1,6 +1,7 @@
-"""The end of a process: what is in flight ends, communicators are closed, then bindings finish.
+"""End a process in order: wait for collectives in flight, close communicators, then end bindings.
 
-Registered at import, so that it runs after the exit handlers of everything that imports cgx_ops.
+The handler is registered at import, so that it runs after the exit handlers of modules that import
+cgx_ops.
 """
 
 import atexit
@@ -15,22 +16,24 @@ _of_bindings: list[Callable[[], object]] = []
 
 
 def then(end: Callable[[], object]) -> None:
-    """Have something done once nothing is in flight any more."""
+    """Run a function at exit, after all collectives have ended."""
     _of_bindings.append(end)
 
 
 def by_exception() -> bool:
     """Return whether an uncaught exception ends the process.
 
-    Then it does not wait: its peers get an error immediately, and Ctrl-C ends it.
+    If so, the process does not wait: its peers get an error immediately, and Ctrl-C works.
     """
-    return getattr(sys, "last_type", None) is not None  # set where the traceback was printed
+    return (
+        getattr(sys, "last_type", None) is not None
+    )  # Python sets it when it prints the traceback
 
 
 def _finish() -> None:
-    with contextlib.suppress(CgxError):  # nothing is left that could raise it
+    with contextlib.suppress(CgxError):  # nobody is left to handle it
         if not by_exception():
-            library.call("cgx_finish")  # peers need what this process has started
+            library.call("cgx_finish")  # peers wait for this process's part
             log.ended()
         library.call("cgx_finalize")  # does nothing if nothing was started
     for end in _of_bindings:

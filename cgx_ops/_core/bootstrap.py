@@ -1,4 +1,4 @@
-"""How processes that can already exchange small messages make a communicator."""
+"""Create communicators of processes that can already exchange small messages."""
 
 from ctypes import addressof, c_int32, pointer
 
@@ -18,7 +18,7 @@ def create(
     timeout: float | None,
     noise_rank: int | None,
 ) -> int:
-    """Return a new communicator's id. The arguments are those of Communicator.create()."""
+    """Return the id of a new communicator. See Communicator.create() for the arguments."""
     startup.check_environment()
     check_timeout(timeout)
     size = require_integer("size", size, 1, 2**31 - 1)
@@ -30,8 +30,8 @@ def create(
         blobs = allgather(mine)
         if len(blobs) != size or any(len(blob) != len(mine) for blob in blobs):
             raise InvalidArgument(
-                f"allgather must return {size} blobs of {len(mine)} bytes; it returned those of "
-                f"{[len(blob) for blob in blobs]} bytes"
+                f"allgather returned blobs of {[len(blob) for blob in blobs]} bytes; it must "
+                f"return {size} blobs of {len(mine)} bytes"
             )
         return b"".join(blobs)
 

@@ -1,4 +1,4 @@
-"""Settings that all ranks must share: compared by a digest, reported by field."""
+"""Compare settings that must be equal on all ranks: by a digest, and by field on a mismatch."""
 
 import hashlib
 import json
@@ -21,19 +21,19 @@ def require_same(
     error: Callable[[str], Exception] = MismatchError,
     members: Sequence[str] | None = None,
 ) -> None:
-    """Require that all ranks have the same fields. Collective; raises on every rank or on none.
+    """Raise an error on all ranks unless all ranks have the same fields. All ranks must call it.
 
     Args:
-        caller: opens the error's text, such as "DiLoCo".
-        fields: this rank's settings by name, compared as texts, in the order of the first rank.
-        gather: exchanges bytes among the ranks; called once, and again to report a difference.
-        remedy: closes the error's text.
-        error: makes the exception from its text.
-        members: what the error calls each rank; "rank 0", "rank 1", ... by default.
+        caller: Start of the error text, such as "DiLoCo".
+        fields: This rank's settings by name. They are compared as texts, in the first rank's order.
+        gather: Exchanges bytes among the ranks. It is called once, and once more on a mismatch.
+        remedy: End of the error text.
+        error: Creates the exception from its text.
+        members: Names of the ranks in the error. None: "rank 0", "rank 1", ...
 
     Raises:
-        MismatchError: or what `error` makes. It names the first field that differs and its value on
-            the first rank and on the first rank that differs.
+        MismatchError: Or the exception of `error`. The message has the first field that differs,
+            and its value on the first rank and on the first rank that differs.
     """
     mine = json.dumps({name: str(value) for name, value in fields.items()}).encode()
     digests = gather(hashlib.sha256(mine).digest())

@@ -1,10 +1,10 @@
-"""The variables that configure compression, with the names of CGX: docs/reference/environment.md.
+"""The variables that configure compression, with CGX's names: docs/reference/environment.md.
 
-    fields()      the fields of the Config that they describe, which the backend "cgx" uses
+    fields()      fields of the Config that the variables describe, for the backend "cgx"
     auto_bits()   CGX_AUTO_BITS
-    check()       all of them, before the first communicator is made
+    check()       checks all variables before the first communicator is created
 
-The core reads COMMUNICATOR_TYPE and others itself.
+The core itself reads COMMUNICATOR_TYPE and others.
 """
 
 import re
@@ -33,10 +33,11 @@ _FLAG_VALUES = {"0": False, "false": False, "off": False, "1": True, "true": Tru
 
 
 def fields(environ: Mapping[str, str]) -> dict[str, Any]:
-    """Return the fields of Config that the variables describe: exact unless they set bits.
+    """Return the fields of Config that the variables describe; exact unless they set bits.
 
     Raises:
-        InvalidArgument: names the variable, its text and the accepted values.
+        InvalidArgument: A variable is not valid. The message has its name, its text and the
+            accepted values.
     """
     given = {variable: text for variable in _VARIABLES if (text := _text(environ, variable))}
     values: dict[str, Any] = {
@@ -54,21 +55,24 @@ def fields(environ: Mapping[str, str]) -> dict[str, Any]:
 
 
 def auto_bits(environ: Mapping[str, str]) -> bool:
-    """Return whether CGX_AUTO_BITS asks for bits by the size of a message."""
+    """Return whether CGX_AUTO_BITS requests bits by message size."""
     return _flag(environ, "CGX_AUTO_BITS")
 
 
 def check(environ: Mapping[str, str]) -> None:
-    """Refuse variables that are invalid, or ask of CGX's two levels what does not exist here.
+    """Refuse variables that are invalid, or that request a feature of CGX that does not exist here.
 
     Raises:
-        InvalidArgument: names the variable, its text and the accepted values.
+        InvalidArgument: A variable is not valid. The message has its name, its text and the
+            accepted values.
     """
     compressor = fields(environ).get("compressor", DEFAULTS["compressor"])
     if auto_bits(environ) and not _has_bits(compressor):
         _refuse("CGX_AUTO_BITS", "1", f"0 or not set: {compressor!r} has no bits to choose")
     if auto_bits(environ) and _flag(environ, "CGX_INTRA_COMPRESS"):
-        _refuse("CGX_AUTO_BITS", "1", "0 or not set where CGX_INTRA_COMPRESS=1 needs a number")
+        _refuse(
+            "CGX_AUTO_BITS", "1", "0 or not set: CGX_INTRA_COMPRESS=1 needs a fixed number of bits"
+        )
     transport = _text(environ, "COMMUNICATOR_TYPE").upper() or "AUTO"
     if transport not in TRANSPORTS:
         _refuse("COMMUNICATOR_TYPE", transport, f"one of {', '.join(TRANSPORTS)}")
@@ -90,13 +94,13 @@ def _flag(environ: Mapping[str, str], variable: str) -> bool:
 
 
 def _parsed(variable: str, text: str) -> float | bool | str:
-    """Return the variable's text as the value of its field."""
+    """Return the variable's text as a value of its field."""
     name = _VARIABLES[variable]
     if name in _FLAGS:
         return _flag({variable: text}, variable)
     value = text.lower() if name in _WORDS else _number(text)
     if value is None or not _accepts(name, value):
-        # Where a field may be None, the variable is not set.
+        # A field that is None corresponds to a variable that is not set.
         _refuse(variable, text, ACCEPTED[name].replace("None", "not set"))
     return value
 
@@ -106,7 +110,7 @@ def _refuse(variable: str, text: str, accepted: str) -> NoReturn:
 
 
 def _accepts(name: str, value: Any) -> bool:
-    """Return whether the core accepts this value of a field, whatever the others are."""
+    """Return whether the core accepts this value of a field, whatever the other fields are."""
     try:
         library.parse_config(f"{name}={value!r}")
     except InvalidArgument as error:
@@ -122,17 +126,17 @@ def _number(text: str) -> float | None:
 
 
 def _has_bits(compressor: str) -> bool:
-    """Return whether a compressor has a choice of bits."""
+    """Return whether the bits of a compressor can be chosen."""
     return COMPRESSORS[compressor]["bits"] != [0, 0]
 
 
 def _bits_within_hosts(
     bits: int = DEFAULTS["bits"], compressor: str = DEFAULTS["compressor"], **_: Any
 ) -> int:
-    """Return what intra_bits is where CGX_INTRA_COMPRESS is 1: bits."""
+    """Return intra_bits for CGX_INTRA_COMPRESS=1: the bits between hosts."""
     if bits != EXACT_BITS and not _has_bits(compressor):
         raise InvalidArgument(
-            "The environment variable CGX_INTRA_COMPRESS asks for as many bits within hosts as "
+            "The environment variable CGX_INTRA_COMPRESS requests the same bits within hosts as "
             f"between them, but CGX_COMPRESSOR is {compressor!r}, which has no bits to choose: "
             "leave CGX_INTRA_COMPRESS unset"
         )
@@ -140,29 +144,29 @@ def _bits_within_hosts(
 
 
 TRANSPORTS = ("AUTO", "SHM", "MPI", "TCP", "NCCL")
-_ASK_FOR_NCCL = "set COMMUNICATOR_TYPE=NCCL, by which NCCL carries all messages between GPUs"
-_NO_RING = "in a ring values are quantized once per rank, here twice at most"
-# CGX's choices for its two levels. None: `hierarchical` works like this; else the reason for a no.
+_USE_NCCL = "set COMMUNICATOR_TYPE=NCCL, which sends all messages between GPUs by NCCL"
+_NO_RING = "a ring would quantize values once per rank; here it happens at most twice"
+# CGX's choices for its two levels. None: `hierarchical` works like this. Text: why it does not.
 _HOST_SWITCHES: dict[str, dict[str, str | None]] = {
     "CGX_INTRA_BROADCAST": {
         "0": None,
-        "1": "all ranks of a host send a part of its values; no single rank sends all",
+        "1": "every rank of a host sends a part of its values; no single rank sends all",
     },
     "CGX_INNER_COMMUNICATOR_TYPE": {
         "SHM": None,
-        "MPI": "set COMMUNICATOR_TYPE=MPI, which carries everything by MPI",
-        "NCCL": _ASK_FOR_NCCL,
+        "MPI": "set COMMUNICATOR_TYPE=MPI, which sends everything by MPI",
+        "NCCL": _USE_NCCL,
     },
-    "CGX_CROSS_COMMUNICATOR_TYPE": {"MPI": None, "NCCL": _ASK_FOR_NCCL},
+    "CGX_CROSS_COMMUNICATOR_TYPE": {"MPI": None, "NCCL": _USE_NCCL},
     "CGX_INNER_REDUCTION_TYPE": {"SRA": None, "RING": _NO_RING},
     "CGX_CROSS_REDUCTION_TYPE": {"SRA": None, "RING": _NO_RING},
 }
-# They may also say what COMMUNICATOR_TYPE says.
+# These variables may also repeat the value of COMMUNICATOR_TYPE.
 _OF_TRANSPORTS = ("CGX_INNER_COMMUNICATOR_TYPE", "CGX_CROSS_COMMUNICATOR_TYPE")
 
 
 def _check_switch(variable: str, words: Mapping[str, str | None], text: str) -> None:
-    """Raise unless the variable asks for what happens anyway."""
+    """Raise InvalidArgument unless the variable requests the only available behaviour."""
     accepted = next(word for word, refusal in words.items() if refusal is None)
     refusal = words.get(text.upper(), "")
     if refusal is not None:

@@ -1,6 +1,6 @@
-"""Bytes among the ranks of a communicator, and the address at which one rank can be reached.
+"""Exchange bytes among the ranks of a communicator, and find an address to reach a rank.
 
-Frameworks use these before their own collectives work.
+Frameworks use these functions before their own collectives work.
 """
 
 import socket
@@ -10,16 +10,16 @@ import numpy as np
 from cgx_ops.communicator import Communicator
 from cgx_ops.config import Config
 
-_BLOCK = 512  # bytes of the first message: four of the length, then data
+_BLOCK = 512  # bytes of the first message: a length of four bytes, then data
 
 
 def exchange(mine: bytes, name: str, communicator: Communicator) -> list[bytes]:
-    """Return every rank's bytes, in rank order. Ranks may give different lengths.
+    """Return the bytes of all ranks, in rank order. The lengths may differ.
 
     Args:
-        mine: this rank's bytes; up to 508 travel in one collective, more in two.
-        name: of the collectives, the same on all ranks.
-        communicator: the ranks.
+        mine: This rank's bytes. Up to 508 need one collective, more need two.
+        name: Name of the collectives, equal on all ranks.
+        communicator: The ranks.
     """
     data = len(mine).to_bytes(4, "little") + mine
     rows = _gather(data[:_BLOCK].ljust(_BLOCK, b"\0"), name, communicator)
@@ -31,17 +31,17 @@ def exchange(mine: bytes, name: str, communicator: Communicator) -> list[bytes]:
 
 
 def _gather(data: bytes, name: str, communicator: Communicator) -> list[bytes]:
-    """Send bytes of one length on all ranks as float32 numbers, which are exact."""
+    """Exchange bytes of equal length on all ranks, as float32 numbers, which are exact."""
     numbers = np.frombuffer(data, np.uint8).astype(np.float32)
     rows = communicator.all_gather(numbers[None], Config(bits=32), name=name)
     return [row.astype(np.uint8).tobytes() for row in rows]
 
 
 def free_address(hosts: list[str]) -> tuple[str, int]:
-    """Return an address of this host that processes on all the hosts can reach, and a free port.
+    """Return an address of this host that processes on all hosts can reach, and a free port.
 
     Args:
-        hosts: host names of all ranks; hosts[0] is this one.
+        hosts: Host names of all ranks; hosts[0] is this one.
     """
     with socket.socket() as probe:
         probe.bind(("", 0))
@@ -51,7 +51,7 @@ def free_address(hosts: list[str]) -> tuple[str, int]:
 
 
 def _address_towards(host: str) -> str:
-    """Return the address that this host sends from to another; nothing is sent to find out."""
+    """Return the address from which this host sends to another. It sends nothing."""
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((host, 9))

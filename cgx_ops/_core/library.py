@@ -1,6 +1,6 @@
-"""The functions of cgx.h: calls, statuses that become exceptions, what the build describes.
+"""Call the functions of cgx.h: turn statuses into exceptions, and describe the build.
 
-Importing this gives libcgx the path of libmpi, which libcgx opens when cgx_init finds an MPI job.
+The import gives libcgx the path of libmpi. libcgx opens it when cgx_init() finds an MPI job.
 """
 
 import json
@@ -86,9 +86,9 @@ for _functions, _returned in ((_TEXTS, c_char_p), (_CALLS, c_int)):
 
 
 def encode(text: str) -> bytes:
-    """Return text as bytes for C, which would end it at a NUL."""
+    """Return text as bytes for C, where a NUL would end it."""
     if "\0" in text:
-        raise errors.InvalidArgument(f"{text!r} holds a NUL character; a name must not")
+        raise errors.InvalidArgument(f"{text!r} contains a NUL character; names must not")
     return text.encode()
 
 
@@ -98,15 +98,15 @@ def text(pointer: bytes | None) -> str:
 
 
 def call(name: str, *arguments: Any) -> None:
-    """Call a function of cgx.h that returns a status; raise the CgxError that it stands for.
+    """Call a function of cgx.h that returns a status; raise a CgxError if it failed.
 
-    Releases the GIL meanwhile, so other threads run while this one waits for its peers.
+    The call releases the GIL, so that other threads run while this one waits for its peers.
     """
     check(getattr(LIBRARY, name)(*arguments))
 
 
 def check(status: int) -> None:
-    """Raise the CgxError that a status stands for, if it is one."""
+    """Raise the CgxError of a status, unless it is success."""
     if status:
         field = LIBRARY.cgx_last_error_field()
         name = CONFIG_FIELDS[field]["name"] if field >= 0 else None
@@ -114,26 +114,26 @@ def check(status: int) -> None:
 
 
 def parse_config(text: str) -> Config:
-    """Return what cgx_config_parse() makes of a text; raise InvalidArgument if it cannot."""
+    """Return the config that cgx_config_parse() reads from a text, or raise InvalidArgument."""
     config = Config()
     call("cgx_config_parse", text.encode(), byref(config))
     return config
 
 
 def call_for_id(name: str, *arguments: Any) -> int:
-    """As call(), for a function whose last parameter receives a communicator's id."""
+    """Call a function whose last parameter receives a communicator's id; return the id."""
     result = c_int32(-1)
     call(name, *arguments, byref(result))
     return result.value
 
 
 def version() -> str:
-    """Version of the loaded libcgx."""
+    """Return the version of the loaded libcgx."""
     return text(LIBRARY.cgx_version())
 
 
 def describe() -> dict[str, Any]:
-    """What this build has, as cgx_describe() lists it; CgxError if it cannot. Starts nothing."""
+    """Return what this build supports, as cgx_describe() lists it. It starts nothing."""
     return _described("cgx_describe")
 
 
@@ -143,7 +143,7 @@ def describe_mpi() -> dict[str, Any]:
     This loads the library, but does not start MPI.
 
     Raises:
-        CgxError: the library is missing, or another MPI is loaded in this process.
+        CgxError: The library is missing, or the process has loaded another MPI.
     """
     return _described("cgx_describe_mpi")
 
@@ -156,9 +156,9 @@ def _described(function: str) -> dict[str, Any]:
 
 if version() != built_with()["version"]:
     raise errors.SystemFailure(
-        f"The process has libcgx {version()} loaded, but this cgx_ops is "
-        f"{built_with()['version']}: another copy of cgx_ops was loaded first. Keep one on "
-        f"sys.path, or build it again: {REBUILD}"
+        f"This process has loaded libcgx {version()}, but this cgx_ops is version "
+        f"{built_with()['version']}: another copy of cgx_ops was loaded first. Keep one copy on "
+        f"sys.path, or build this one again: {REBUILD}"
     )
 if _libmpi := find_mpi():
     call("cgx_set_mpi_path", os.fsencode(_libmpi))

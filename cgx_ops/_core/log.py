@@ -1,7 +1,7 @@
-"""The logger `cgx_ops`: a line when training starts, and one when the process ends.
+"""The logger "cgx_ops": one line when training starts, one when the process ends.
 
-On rank 0, at level INFO. If neither the logger nor the root logger has a handler, the logger gets
-one for stderr. CGX_LOG=0 silences it.
+Rank 0 logs at level INFO. If neither this logger nor the root logger has a handler, the logger
+writes to stderr. CGX_LOG=0 turns it off.
 """
 
 import functools
@@ -26,12 +26,17 @@ _TRANSPORTS = {
     "hybrid_tcp": "shared memory and TCP",
 }
 _reported: set[object] = set()
-_left_out = 0  # bytes that no collective was given
+_left_out = 0  # bytes saved before any collective
 
 
 @dataclass(frozen=True)
 class Tensors:
-    """How many tensors a step sends, and how many of them exact; None: it depends on the step."""
+    """The number of tensors that a step sends.
+
+    Attributes:
+        count: All tensors.
+        exact: Those sent exact; None if it depends on the step.
+    """
 
     count: int
     exact: int | None
@@ -43,7 +48,7 @@ class Tensors:
 
 @functools.cache
 def set_up() -> None:
-    """Give the logger a handler if there is none. Once per process.
+    """Add a handler to the logger if there is none. This happens once per process.
 
     Raises:
         InvalidArgument: CGX_LOG is not 0 or 1.
@@ -64,15 +69,15 @@ def set_up() -> None:
 def started(
     key: object, what: str, config: Config, ranks: int, transport: str, tensors: Tensors | None
 ) -> None:
-    """Log that something starts to send, once for each key. Call it on rank 0.
+    """Log that compression is in use, once per key. Call it on rank 0.
 
     Args:
-        key: of what starts; another call with the same key does nothing.
+        key: Identifies what starts. Further calls with the same key do nothing.
         what: "DDP", "FSDP2", "operators", "JAX".
-        config: how tensors travel for which no rule sets something else.
-        ranks: how many take part.
-        transport: of their communicator, as Stats has it; or a text of the caller's.
-        tensors: of a step; None: not known.
+        config: The Config of tensors for which no rule sets something else.
+        ranks: Number of ranks.
+        transport: The communicator's transport, as in Stats, or another text.
+        tensors: The tensors of a step; None if unknown.
     """
     if key in _reported:
         return
@@ -83,13 +88,13 @@ def started(
 
 
 def leave_out(count: int) -> None:
-    """Count bytes that a method makes superfluous before the core sees them, as PowerSGD does."""
+    """Count bytes that a method saves before the core sees them, as PowerSGD does."""
     global _left_out
     _left_out += count
 
 
 def ended() -> None:
-    """Log what was sent, if anything has started. At the end of the process."""
+    """Log the bytes sent, if any compression was in use. Call it when the process ends."""
     found = traffic()
     if not _reported or not found.bytes_sent:
         return
@@ -98,7 +103,7 @@ def ended() -> None:
 
 
 def described(config: Config) -> str:
-    """Return a config in a few words: "4 bits", "exact", "levels, 1 bit", "topk, density 0.01"."""
+    """Return a config in words: "4 bits", "exact values", "levels, 1 bit", "topk, density 0.01"."""
     if config.bits == EXACT_BITS:
         return "exact values"
     bits = f"{config.bits} bit" + "s" * (config.bits != 1)

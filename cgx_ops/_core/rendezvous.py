@@ -1,10 +1,10 @@
-"""Where ranks meet that a launcher started without MPI: rank 0 listens, the others connect to it.
+"""Connect ranks that a launcher started without MPI: rank 0 listens, the others connect to it.
 
     with rendezvous.allgather(host, port, rank, size, seconds) as gather:
         blobs = gather(mine)  # any number of times
 
-It lasts only until the ranks have a communicator. A connection begins with the number of its rank;
-any other connection is closed. Rank 0 reports its errors to all ranks that came.
+The connections last only until the ranks have a communicator. Each one starts with the number of
+its rank; rank 0 closes any other connection. Rank 0 reports its errors to all connected ranks.
 """
 
 import contextlib
@@ -19,29 +19,31 @@ from cgx_ops._core.consistency import Gather
 from cgx_ops.errors import CgxError, DeadlineExceeded, MismatchError, PeerFailed, SystemFailure
 
 _MAGIC = b"cgx_ops rendezvous 1\n"
-_HELLO_S = 2.0  # a rank sends its number right after it has connected
+_HELLO_S = 2.0  # a rank sends its number immediately after it connects
 _LONGEST_FRAME = 1 << 24
-_HEADER = struct.Struct("!cI")  # whether it is values or the text of an error, and its length
+_HEADER = struct.Struct("!cI")  # the kind (values or the text of an error) and the length
 _VALUES, _ERROR = b"+", b"-"
-# By the host that ranks connect to: where to listen. Every other one is reached from outside.
+# The address to listen at, by the host that ranks connect to. Other hosts: all addresses.
 _LOOPBACK = {"127.0.0.1": "127.0.0.1", "localhost": "127.0.0.1", "::1": "::1"}
 
 
 @contextlib.contextmanager
 def allgather(host: str, port: int, rank: int, size: int, seconds: float) -> Iterator[Gather]:
-    """Meet the other ranks; yield what gives every rank's bytes to all, in rank order.
+    """Connect to the other ranks; yield a function that exchanges bytes, in rank order.
 
     Args:
-        host: a name or an address of rank 0's host.
-        port: a free port there.
-        rank: of this process, from 0.
-        size: number of ranks.
-        seconds: until all ranks must have come, and until each exchange must have ended.
+        host: Name or address of rank 0's host.
+        port: A free port there.
+        rank: Rank of this process, from 0.
+        size: Number of ranks.
+        seconds: Time limit for all ranks to connect, and for each exchange.
 
     Raises:
-        SystemFailure: rank 0 cannot listen there. DeadlineExceeded: a rank did not come in time.
-        MismatchError: ranks differ in their number or in the version of cgx_ops, or two have one
-        number. PeerFailed: a rank has left.
+        SystemFailure: Rank 0 cannot listen at this port.
+        DeadlineExceeded: A rank did not connect in time.
+        MismatchError: The ranks differ in their number or in the version of cgx_ops, or two
+            processes have the same rank.
+        PeerFailed: A rank closed its connection.
     """
     where = f"{host}:{port}"
     with contextlib.ExitStack() as stack:
@@ -51,7 +53,7 @@ def allgather(host: str, port: int, rank: int, size: int, seconds: float) -> Ite
             return
         guests = _Guests(where, size)
         stack.callback(guests.close)
-        with guests.told():
+        with guests.reporting():
             guests.welcome(_listen(host, port), seconds)
         yield lambda mine: _exchange_as_host(guests, mine, seconds)
 
@@ -60,14 +62,14 @@ def allgather(host: str, port: int, rank: int, size: int, seconds: float) -> Ite
 
 
 class _Guests:
-    """The connections of the other ranks."""
+    """The connections of the other ranks to rank 0."""
 
     def __init__(self, where: str, size: int) -> None:
         self.where, self.size = where, size
         self.by_rank: dict[int, socket.socket] = {}
 
     def welcome(self, listener: socket.socket, seconds: float) -> None:
-        """Accept connections until every rank has come."""
+        """Accept connections until all ranks have connected."""
         deadline = time.monotonic() + seconds
         with listener:
             while len(self.by_rank) < self.size - 1:
@@ -78,7 +80,7 @@ class _Guests:
                     missing = sorted(set(range(1, self.size)) - set(self.by_rank))
                     raise DeadlineExceeded(
                         f"rank 0 waited {seconds:g} s at {self.where} for ranks {missing} of "
-                        f"{self.size}. Every rank must make the call, and reach this address"
+                        f"{self.size}. All ranks must make the call, and must reach this address"
                     ) from None
                 self._admit(connection)
 
@@ -96,18 +98,18 @@ class _Guests:
         self.by_rank[-1 - len(self.by_rank) if twin else rank] = connection
         if twin:
             raise MismatchError(
-                f"two processes are rank {rank} at {self.where}: give them different RANKs, and "
-                "different jobs different MASTER_PORTs"
+                f"two processes are rank {rank} at {self.where}: give each process its own RANK, "
+                "and each job its own MASTER_PORT"
             )
         if (size, version) != (self.size, library.version()):
             raise MismatchError(
-                f"rank 0 is one of {self.size} with cgx_ops {library.version()}, rank {rank} one "
-                f"of {size} with cgx_ops {version}: both must be equal on all ranks"
+                f"rank 0 has {self.size} ranks and cgx_ops {library.version()}, rank {rank} has "
+                f"{size} ranks and cgx_ops {version}: both must be equal on all ranks"
             )
 
     @contextlib.contextmanager
-    def told(self) -> Iterator[None]:
-        """Report to all who came what fails inside."""
+    def reporting(self) -> Iterator[None]:
+        """Send an error that is raised inside to all connected ranks."""
         try:
             yield
         except CgxError as error:
@@ -133,13 +135,13 @@ def _listen(host: str, port: int) -> socket.socket:
     except (OSError, OverflowError) as error:
         raise SystemFailure(
             f"rank 0 cannot listen at port {port} (MASTER_PORT + 2) for the other ranks: {error}. "
-            "Give the job another MASTER_PORT, with the two ports after it free"
+            "Give the job another MASTER_PORT; the two ports after it must be free, too"
         ) from error
 
 
 def _exchange_as_host(guests: _Guests, mine: bytes, seconds: float) -> Sequence[bytes]:
     blobs = [mine]
-    with guests.told():
+    with guests.reporting():
         for rank in range(1, guests.size):
             guests.by_rank[rank].settimeout(seconds)
             with _named(f"rank {rank}", guests.where, seconds):
@@ -158,17 +160,19 @@ def _connect(host: str, port: int, rank: int, size: int, seconds: float) -> sock
     while True:
         try:
             connection = socket.create_connection((host, port), max(0.1, _left(deadline)))
-            if connection.getsockname() != connection.getpeername():  # else TCP met itself
+            if (
+                connection.getsockname() != connection.getpeername()
+            ):  # TCP may connect a port to itself
                 break
             connection.close()
-            failure: OSError = ConnectionRefusedError("nobody listens")
-        except OSError as error:  # rank 0 may not listen yet, its name not be known yet
+            failure: OSError = ConnectionRefusedError("no process listens there")
+        except OSError as error:  # rank 0 may not listen yet, or its name may not resolve yet
             failure = error
         if _left(deadline) <= 0:
             raise DeadlineExceeded(
                 f"rank {rank} of {size} tried for {seconds:g} s to reach rank 0 at {host}:{port} "
-                f"(MASTER_ADDR, MASTER_PORT + 2): {failure}. Every rank must make the call, and "
-                "reach this address"
+                f"(MASTER_ADDR, MASTER_PORT + 2): {failure}. All ranks must make the call, and "
+                "must reach this address"
             )
         time.sleep(0.05)
     hello = {"rank": rank, "size": size, "version": library.version()}
@@ -182,15 +186,15 @@ def _connect(host: str, port: int, rank: int, size: int, seconds: float) -> sock
 def _exchange_as_guest(
     connection: socket.socket, rank: int, size: int, where: str, mine: bytes, seconds: float
 ) -> Sequence[bytes]:
-    # Rank 0 reports that a rank is late, in its own time; so it is given twice as long.
+    # Rank 0 needs up to `seconds` to report a late rank, so wait twice as long.
     connection.settimeout(2 * seconds)
     with _named("rank 0", where, 2 * seconds):
         _send_frame(connection, mine)
         blobs = _receive_frame(connection)
     if len(blobs) != size * len(mine):
         raise MismatchError(
-            f"rank {rank} sent {len(mine)} bytes at {where}, and got {len(blobs)} of {size} ranks: "
-            "another job uses this port? Give different jobs different MASTER_PORTs"
+            f"rank {rank} sent {len(mine)} bytes to {where}, and received {len(blobs)} bytes from "
+            f"{size} ranks. Another job may use this port: give each job its own MASTER_PORT"
         )
     return [blobs[peer * len(mine) : (peer + 1) * len(mine)] for peer in range(size)]
 
@@ -200,16 +204,17 @@ def _exchange_as_guest(
 
 @contextlib.contextmanager
 def _named(peer: str, where: str, seconds: float) -> Iterator[None]:
-    """Turn the errors of a socket into those that name the peer."""
+    """Replace the errors of a socket by errors that name the peer."""
     try:
         yield
     except TimeoutError:
         raise DeadlineExceeded(
-            f"{peer} sent nothing for {seconds:g} s while the ranks met at {where}"
+            f"{peer} sent nothing for {seconds:g} s while the ranks connected at {where}"
         ) from None
     except OSError as error:
         raise PeerFailed(
-            f"{peer} has left while the ranks met at {where} ({error}); its own error has the cause"
+            f"{peer} left while the ranks connected at {where} ({error}); its own error has the "
+            "cause"
         ) from None
 
 
@@ -220,7 +225,7 @@ def _send_frame(connection: socket.socket, data: bytes, kind: bytes = _VALUES) -
 def _receive_frame(connection: socket.socket) -> bytes:
     kind, length = _HEADER.unpack(_receive(connection, _HEADER.size))
     if length > _LONGEST_FRAME or kind not in (_VALUES, _ERROR):
-        raise ConnectionError("it sent what is no message of a rendezvous")
+        raise ConnectionError("it sent an invalid message")
     data = _receive(connection, length)
     if kind == _ERROR:
         raise PeerFailed(f"rank 0: {data.decode(errors='replace')}")

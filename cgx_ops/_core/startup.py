@@ -1,4 +1,4 @@
-"""What happens once per process, before its first communicator is made."""
+"""Check the environment once per process, before its first communicator is created."""
 
 import functools
 import os
@@ -8,10 +8,11 @@ from cgx_ops._core import environment, log, variables
 
 @functools.cache
 def check_environment() -> None:
-    """Set the logger up; warn of unknown variables; refuse invalid ones.
+    """Set up the logger, warn about unknown variables, and refuse invalid ones.
 
     Raises:
-        InvalidArgument: names the variable, its text and the accepted values.
+        InvalidArgument: A variable is not valid. The message has its name, its text and the
+            accepted values.
     """
     log.set_up()
     variables.warn_of_unknown()

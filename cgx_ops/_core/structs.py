@@ -10,7 +10,7 @@ CALLBACK = ctypes.CFUNCTYPE(None, c_void_p, c_int, c_char_p)
 
 
 class _Sized(ctypes.Structure):
-    """A struct that begins with its own size."""
+    """A struct whose first field is its own size."""
 
     def __init__(self, **fields: Any) -> None:
         super().__init__(struct_size=ctypes.sizeof(type(self)), **fields)
@@ -23,7 +23,7 @@ class Bootstrap(_Sized):
         ("struct_size", c_size_t),
         ("rank", c_int32),
         ("size", c_int32),
-        ("allgather", c_void_p),  # given by _numpy_ops.create()
+        ("allgather", c_void_p),  # set by _numpy_ops.create()
         ("context", c_void_p),
         ("name", c_char_p),
         ("transport", c_char_p),
@@ -90,8 +90,8 @@ class Config(ctypes.Structure):
 class Collective(_Sized):
     """cgx_collective_t."""
 
-    pattern: "Collective"  # what this is a copy of: holds the memory that pointers lead to
-    configs: "list[Config]"  # of segments that have one of their own
+    pattern: "Collective"  # the original of this copy: it owns the memory behind the pointers
+    configs: "list[Config]"  # the configs of segments
 
     _fields_ = (
         ("struct_size", c_size_t),

@@ -1,4 +1,4 @@
-"""The core's tables, as the core reports them, and the numbers of words in cgx.h."""
+"""Tables that the core reports, and the numeric codes of words in cgx.h."""
 
 import ast
 import json
@@ -24,8 +24,8 @@ ALGORITHMS: dict[str, int] = next(
 )
 EXACT_BITS = 32
 SMALLEST_COMPRESSED = 16  # CGX_SMALLEST_COMPRESSED
-# The accepted values of each field of Config, in words, and its default.
+# By field of Config: the accepted values in words, and the default.
 ACCEPTED: dict[str, str] = {row["name"]: row["accepted"] for row in CONFIG_FIELDS}
 DEFAULTS = {row["name"]: ast.literal_eval(row["default"]) for row in CONFIG_FIELDS}
-# Fields that one compressor has and another has not.
+# Fields that only some compressors have.
 OF_COMPRESSOR = tuple(row["name"] for row in CONFIG_FIELDS if row["of_compressor"])

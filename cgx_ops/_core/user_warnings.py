@@ -1,4 +1,4 @@
-"""Warnings for the user of the package: each text once per process, at the user's own line."""
+"""Warn the user of the package: each text once per process, at the user's own line."""
 
 import os
 import sys
@@ -10,10 +10,10 @@ _shown: set[str] = set()
 
 
 def warn_once(text: str) -> None:
-    """Warn, unless this text was shown before in this process.
+    """Issue a UserWarning, unless this process has already shown the text.
 
     Args:
-        text: of a UserWarning. It is attributed to the nearest caller outside of cgx_ops.
+        text: The text. The warning points to the nearest caller outside cgx_ops.
     """
     if text in _shown:
         return

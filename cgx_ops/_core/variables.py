@@ -1,4 +1,4 @@
-"""The CGX_* variables that exist: a name that does not is reported once, with the nearest one."""
+"""The CGX_* variables. An unknown one is reported once, with the most similar name."""
 
 import difflib
 import functools
@@ -41,12 +41,10 @@ _OF_TESTS = ("CGX_TEST_", "CGX_REQUIRE_")
 
 @functools.cache
 def warn_of_unknown() -> None:
-    """Warn of variables that begin with CGX_ and are none of cgx_ops. Once per process."""
+    """Warn about unknown variables that begin with CGX_. This happens once per process."""
     for name in sorted(os.environ):
         if not name.startswith("CGX_") or name in NAMES or name.startswith(_OF_TESTS):
             continue
         nearest = difflib.get_close_matches(name, NAMES, n=1)
-        hint = (
-            f"did you mean {nearest[0]}?" if nearest else "docs/reference/environment.md lists them"
-        )
+        hint = f"did you mean {nearest[0]}?" if nearest else "see docs/reference/environment.md"
         warn_once(f"cgx_ops has no environment variable {name}, so it has no effect: {hint}")

@@ -1,4 +1,4 @@
-"""Versions of this package and of those that it works with."""
+"""Versions of this package and of the packages that it works with."""
 
 import importlib
 import importlib.metadata
@@ -13,7 +13,7 @@ _MODULES = {"torch": ("torch",), "jax": ("jax", "jaxlib")}
 
 
 def installed(package: str) -> str | None:
-    """Return the version of an installed package, None for one that is not."""
+    """Return the version of an installed package; None if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -21,16 +21,20 @@ def installed(package: str) -> str | None:
 
 
 def versions() -> dict[str, str | None]:
-    """Return what is installed of cgx_ops, Python and the packages that go with them."""
+    """Return the versions of cgx_ops, Python and related packages; None if not installed."""
     own = {"cgx_ops": library.version(), "python": platform.python_version()}
     return own | {package: installed(package) for package in _PACKAGES}
 
 
 def require_framework(framework: str) -> None:
-    """Require a framework, "torch" or "jax", and a binding that was built for its version.
+    """Raise ImportError unless a framework is installed, with a binding built for its version.
+
+    Args:
+        framework: "torch" or "jax".
 
     Raises:
-        ImportError: with the remedy. If the framework is missing, a ModuleNotFoundError.
+        ModuleNotFoundError: The framework is not installed.
+        ImportError: The binding is missing, or was built for another version.
     """
     for module in _MODULES[framework]:
         if importlib.util.find_spec(module) is None:
@@ -44,7 +48,7 @@ def require_framework(framework: str) -> None:
 
 
 def how_to_install(framework: str) -> str:
-    """Return what to run where a framework is missing."""
+    """Return the command that installs a missing framework."""
     built = binary.built_with().get(framework)
     if built is None:
         return f"pip install {framework}, then build cgx_ops again: {binary.REBUILD}"
