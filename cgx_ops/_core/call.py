@@ -1,4 +1,4 @@
-"""One collective call on arrays: its arguments checked, and turned into a cgx_collective_t."""
+"""Check the arguments of a collective and convert them to a cgx_collective_t."""
 
 import functools
 import hashlib
@@ -25,12 +25,31 @@ Verb = str  # a name of tables.VERBS
 
 @dataclass(frozen=True)
 class Segment:
-    """A run of elements with its own compression: one tensor of a fused message.
+    """A run of elements with its own compression, such as one tensor of a fused message.
+
+    Args:
+        offset: Index of the first element, from the start of the array (or of a rank's block).
+        numel: Number of elements.
+        config: The compression of these elements. None: the Config of the call. The algorithm is
+            that of the call.
 
     Attributes:
-        offset: its first element, counted from the start of the array (or of a rank's block).
-        numel: how many elements.
-        config: how it travels; None: as the call. The call's algorithm counts for all segments.
+        offset: See above.
+        numel: See above.
+        config: See above.
+
+    Raises:
+        InvalidArgument: `offset` or `numel` is negative, or `config` is not a Config.
+        TypeError: `offset` or `numel` is not an integer.
+
+    Example:
+        >>> import numpy as np
+        >>> from cgx_ops import Communicator, Config, Segment
+        >>> [comm] = Communicator.local(1)
+        >>> segments = [Segment(0, 1000), Segment(1000, 24, Config(bits=32))]  # weights, bias
+        >>> comm.allreduce(np.zeros(1024, np.float32), segments=segments).shape
+        (1024,)
+        >>> comm.close()
     """
 
     offset: int
@@ -49,29 +68,29 @@ _64_BITS = 2**64 - 1
 
 
 def call_seed(seed: int, name: str, occurrence: int, comm: str = "") -> int:
-    """Return the seed of one call's noise.
+    """Return the seed of the noise of one call.
 
     Args:
-        seed: the caller's, such as that of a state of a hook.
-        name: of the call.
-        occurrence: it is the n-th of this name, from 0.
-        comm: the communicator's name: ranks that have two draw different noise in each.
+        seed: The caller's seed, such as that of a hook's state.
+        name: Name of the call.
+        occurrence: How many calls of this name came before.
+        comm: Name of the communicator, so that each communicator has its own noise.
     """
     return nth_seed(seed_stream(seed, name, comm), occurrence)
 
 
 @functools.lru_cache(maxsize=4096)  # hashing takes longer than the rest of a seed
 def seed_stream(seed: int, name: str, comm: str = "") -> int:
-    """Return the first seed of those of the calls of one name: see call_seed()."""
+    """Return the first of the seeds of the calls of one name; see call_seed()."""
     digest = hashlib.blake2b(repr((seed, name, comm)).encode(), digest_size=8)
     return int.from_bytes(digest.digest(), "little", signed=True)
 
 
-_CALLS, _SEGMENTS = 0x9E3779B97F4A7C15, 0xD1342543DE82EF95  # from one seed to the next
+_CALLS, _SEGMENTS = 0x9E3779B97F4A7C15, 0xD1342543DE82EF95  # steps between seeds
 
 
 def nth_seed(stream: int, n: int, step: int = _CALLS) -> int:
-    """Return the n-th seed of a stream, as cgx/call_seeds.h and csrc/base/seeds.h do."""
+    """Return the n-th seed of a stream, like cgx/call_seeds.h and csrc/base/seeds.h."""
     if n == 0:
         return stream
     z = stream + n * step & _64_BITS
@@ -82,19 +101,19 @@ def nth_seed(stream: int, n: int, step: int = _CALLS) -> int:
 
 
 class Counter:
-    """Counts a communicator's calls by name, for the seeds of their noise.
+    """Count a communicator's calls by name, to derive the seeds of their noise.
 
-    Threads that start named collectives in any order so draw the same noise in every run. Of names
-    that come and go only the last MOST are kept. A forgotten one that comes back goes on at the
-    highest count of any that was forgotten, as new ones do: no seed is drawn twice. From then on a
-    new name's count depends on the order of names, which ranks that draw places must share.
+    The counts make the noise reproducible even if threads start named collectives in any order. The
+    last MOST names are stored; older ones are dropped. A dropped or new name continues at the
+    highest count of any dropped name, so that no seed is used twice. From then on the count of a
+    new name depends on the order of names. With "randk" this order must be the same on all ranks.
     """
 
     MOST = 16384
 
     def __init__(self) -> None:
         self._unnamed = itertools.count()  # calls without a name
-        self._counts: dict[str, int] = {}  # of other names; that used last is the last
+        self._counts: dict[str, int] = {}  # the name used last comes last
         self._forgotten = 0
         self._lock = threading.Lock()
 
@@ -102,11 +121,11 @@ class Counter:
         return len(self._counts)
 
     def of(self, name: str) -> Callable[[], int]:
-        """Return what does next(name); without a name no line of Python."""
+        """Return a function that does next(name); for unnamed calls it runs no Python code."""
         return functools.partial(self.next, name) if name else self._unnamed.__next__
 
     def next(self, name: str) -> int:
-        """Return how many calls of this name there were before."""
+        """Count a call of this name and return how many came before."""
         if not name:
             return next(self._unnamed)
         with self._lock:
@@ -118,13 +137,13 @@ class Counter:
 
 
 def check_timeout(timeout: float | None) -> None:
-    """Refuse what is no time."""
+    """Raise InvalidArgument unless a timeout is positive or None."""
     if timeout is not None and not timeout > 0:
         raise InvalidArgument(f"timeout is {timeout!r}; it must be seconds > 0, or None")
 
 
 class Call:
-    """The arguments of one collective, checked."""
+    """The checked arguments of one collective."""
 
     def __init__(
         self,
@@ -149,27 +168,28 @@ class Call:
         own = [each.config or config for each in segments or ()]
         used = {self.config, *own}
         self._draws = any(each.draws for each in used)
-        sums = op in ("sum", "avg")  # of others the core says that they have no residuals
+        sums = op in ("sum", "avg")  # the core refuses residuals of other operations
         self._loses_nothing = sums and all(each.bits == EXACT_BITS for each in used)
-        # Of each segment: whether its seed is of places, which all ranks draw, not of noise.
+        # By segment: whether its seed selects indices ("randk"), equal on all ranks, or noise.
         self._places = [each.compressor == "randk" for each in own or [self.config]]
-        # Whether the same arguments are the same call again.
+        # Whether equal arguments make the same call again.
         self.repeatable = segments is None and seed is None
-        self.seed = self.seeds = None  # of the call, of its segments
+        self.seed = self.seeds = None  # of the call, and of its segments
         if isinstance(seed, Sequence):
             if segments is None or len(seed) != len(segments):
                 raise InvalidArgument(
                     f"seed is a list of {len(seed)} for "
-                    f"{'no' if segments is None else len(segments)} segments; give one each"
+                    f"{'no' if segments is None else len(segments)} segments; give one seed each"
                 )
             self.seeds = [checked_seed(each) for each in seed]
         elif seed is not None:
             self.seed = checked_seed(seed)
 
     def seed_stream(self, comm_name: str) -> int:
-        """Return the stream of this call's seed if its caller gives none.
+        """Return the stream of this call's seed, for callers that pass no seed.
 
-        Of places it is the same on ranks that are threads, whose communicators' names differ.
+        For "randk" it does not depend on the communicator's name, which differs between ranks that
+        are threads.
         """
         places = all(self._places)
         return seed_stream(0, self.name, "" if places else comm_name)
@@ -182,10 +202,14 @@ class Call:
         result: int,
         block: int,
     ) -> structs.Collective:
-        """Return the call as a cgx_collective_t on contiguous memory, with its caller's seed.
+        """Return the call as a cgx_collective_t on contiguous memory, with the caller's seed.
 
-        comm: the communicator's id. dtype: a cgx_dtype_t. source, result: addresses, of `block`
-        elements a rank.
+        Args:
+            comm: Id of the communicator.
+            dtype: A cgx_dtype_t.
+            source: Address of the input.
+            result: Address of the result.
+            block: Elements per rank.
         """
         config = self.config
         make = _known_pattern if self.segments is None else _pattern
@@ -193,7 +217,7 @@ class Call:
             comm, self.verb, self.op, config, self.name, self.timeout, dtype, block, self.segments
         )
         native = _copy(pattern)
-        native.pattern = pattern  # holds what the copy's pointers lead to
+        native.pattern = pattern  # owns the memory behind the copy's pointers
         native.seed, native.input, native.output = self.seed or 0, source, result
         if self.seeds is not None:
             native.seeds = (c_int64 * len(self.seeds))(*self.seeds)
@@ -202,13 +226,15 @@ class Call:
     def draw_seed(
         self, native: structs.Collective, comm_name: str, next_call: Callable[[str], int]
     ) -> None:
-        """Count the call, and give it a seed if its caller gave none: the last step before it.
+        """Count the call and set its seed, unless the caller passed one. The last step before it.
 
-        What is refused on one rank alone must not count there, or that rank would draw other places
-        than the rest from then on. So where there are places the core checks the call first.
+        With "randk" all ranks must count the same calls, or they draw different indices from then
+        on. So the core checks such a call first, and a call that one rank refuses is not counted.
 
-        native: what collective() returned. comm_name: the communicator's. next_call: counts calls
-        by name.
+        Args:
+            native: The result of collective().
+            comm_name: Name of the communicator.
+            next_call: Counts calls by name.
         """
         if any(self._places):
             library.call("cgx_plan", byref(native), byref(structs.Plan()))
@@ -235,10 +261,17 @@ class Call:
         out: Array | None,
         residual: Array | None = None,
     ) -> tuple[structs.Collective, *tuple[Array, ...]]:
-        """Return the call, with `block` elements a rank, its result, and the other arrays it uses.
+        """Return the call, its result, and the other arrays that it uses.
 
-        comm, comm_name, counter: the communicator's id, name and count of calls. shape: the
-        result's.
+        Args:
+            comm: Id of the communicator.
+            comm_name: Its name.
+            counter: Its counts of calls.
+            source: The input.
+            shape: Shape of the result.
+            block: Elements per rank.
+            out: Array for the result; None: a new one.
+            residual: Array for error feedback, if any.
         """
         result = as_output(out, shape, source.dtype)
         pointers = address(source), address(result)
@@ -262,12 +295,12 @@ class Call:
         """Return the addresses of the segments' residuals."""
         if self._loses_nothing:
             raise InvalidArgument(
-                f"{self.verb} with a residual and bits=32: an exact call loses nothing that "
-                "feedback could add: leave the residual out, or compress"
+                f"{self.verb} with a residual and bits=32: an exact call has no quantization "
+                "error: leave the residual out, or compress"
             )
         as_output(residual, source.shape, source.dtype, "residual")
         if np.may_share_memory(residual, source) or np.may_share_memory(residual, result):
-            raise InvalidArgument("residual overlaps the input or out: give it memory of its own")
+            raise InvalidArgument("residual overlaps the input or out: pass a separate array")
         start, width = address(residual), source.itemsize
         offsets = [0] if self.segments is None else [each.offset for each in self.segments]
         return (c_void_p * len(offsets))(*(start + width * at for at in offsets))
@@ -277,10 +310,10 @@ _copy = structs.Collective.from_buffer_copy
 
 
 class Repeat:
-    """A call that was checked once. For arrays of the same form only addresses and a seed are new.
+    """A call that was checked once; arrays of the same form need only new addresses and a new seed.
 
-    After a millisecond of other work the processor has forgotten Python's code and data, and each
-    step costs ten times what it costs in a loop: checking again took longer than the collective.
+    After a millisecond of other work, Python's code and data have left the processor's caches, and
+    each line costs ten times as much as in a loop. Checking again took longer than the collective.
     """
 
     __slots__ = ("_address", "_count", "_pattern", "_stream", "config")
@@ -292,12 +325,12 @@ class Repeat:
         counter: Counter,
         comm_name: str,
     ) -> None:
-        self.config = call.config  # held: Communicator knows the call by its id
+        self.config = call.config  # keep it alive: Communicator finds the call by its id
         self._pattern, self._address = pattern, addressof(pattern)
         self._stream, self._count = call.seed_stream(comm_name), counter.of(call.name)
 
     def run(self, source: Array, result: Array) -> bool:
-        """Run the call and return True; or do nothing, as these arrays must be checked."""
+        """Run the call and return True; return False if these arrays must be checked first."""
         status = _numpy_ops.repeat(self._address, source, result, self._stream, self._count)
         if status == _numpy_ops.MUST_BE_CHECKED:
             return False
@@ -317,13 +350,13 @@ def _pattern(
     block: int,
     segments: Sequence[Segment] | None,
 ) -> structs.Collective:
-    """Return a call as a cgx_collective_t, but for its seed and its addresses."""
+    """Return a call as a cgx_collective_t without its seed and addresses."""
     given = [Segment(0, block)] if segments is None else segments
     for i, segment in enumerate(given if block == 0 else ()):
-        if segment.numel:  # the core takes a block of 0 to end where its last segment does
+        if segment.numel:  # for a block of 0 the core would use the end of the last segment
             raise InvalidArgument(
-                f"segment {i} ends at element {segment.offset + segment.numel}, behind the block "
-                "of 0"
+                f"segment {i} ends at element {segment.offset + segment.numel}, beyond the "
+                "block of 0 elements"
             )
     travels = [(each.offset, each.numel, each.config or config) for each in given]
     return build(
@@ -338,11 +371,11 @@ def build(
     """Return a call as a cgx_collective_t.
 
     Args:
-        verb: which collective.
-        op: how values are reduced.
-        config: the call's.
-        segments: the offset, the number of elements and the config of each.
-        fields: other fields of the struct. By default calls of one name match in program order.
+        verb: The collective.
+        op: The reduction.
+        config: The Config of the call.
+        segments: Offset, number of elements and Config of each segment.
+        **fields: Other fields of the struct. By default, calls of one name match in program order.
     """
     native = (structs.Segment * len(segments))()
     configs = []

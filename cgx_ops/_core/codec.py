@@ -1,6 +1,6 @@
-"""The quantizer alone, on one rank: values to bytes and back, as in docs/reference/wire_format.md.
+"""Quantize values to bytes and back, without communication (docs/reference/wire_format.md).
 
-And what it must lose of values, measured as it measures buckets: statistic().
+statistic() measures the quantization error of values.
 """
 
 from ctypes import byref, c_double, c_int64
@@ -29,23 +29,32 @@ def quantize(
     seed: int = 0,
     **keywords: Unpack[Keywords],
 ) -> bytes:
-    """Return what these values are on the wire, in the settings given.
+    """Return values as the bytes that a collective would send.
 
-    A collective sends fewer than max(16, minimal_size) elements exact, whatever the bits; this
-    encodes them in `bits`, and ignores config's minimal_size.
+    Collectives send arrays with fewer than max(16, minimal_size) elements exact. This function does
+    not: it encodes any number of values in `bits`.
 
     Args:
-        values: an array of dtype float32, float16 or bfloat16, any shape, read in C order.
-        config: None: Config(), 4 bits stochastic in buckets of 512.
-        rank: of the noise: the encoding rank.
-        phase: of the noise: 0 on the way to the owner of a shard, 1 on the way back.
-        first_index: index of values[0] in its segment, a multiple of bucket_size.
-        seed: of the noise, used unchanged: a signed integer of 64 bits.
-        **keywords: bits, bucket_size, compressor and rounding, which replace those of config.
+        values: A float32, float16 or bfloat16 array of any shape, read in C order.
+        config: The compression. None is `Config()`: 4 bits, stochastic rounding, buckets of 512.
+        rank: The encoding rank; the rounding noise depends on it.
+        phase: 0 for values on the way to the owner of a shard, 1 for sums on the way back; the
+            noise depends on it.
+        first_index: Index of values[0] in its segment, a multiple of bucket_size.
+        seed: Seed of the noise: a signed 64-bit integer, used unchanged.
+        **keywords: `bits`, `bucket_size`, `compressor` and `rounding`, which replace those fields
+            of `config`.
 
     Raises:
-        InvalidArgument: a value out of its range.
-        Unsupported: another dtype.
+        InvalidArgument: A value is out of its range.
+        Unsupported: The dtype is not supported.
+
+    Example:
+        >>> import numpy as np
+        >>> import cgx_ops
+        >>> values = np.linspace(-1, 1, 1024, dtype=np.float32)
+        >>> len(values.tobytes()), len(cgx_ops.quantize(values, bits=4))
+        (4096, 528)
     """
     array = as_input(values)
     settings = config_of(config, **keywords)
@@ -71,20 +80,30 @@ def dequantize(
     seed: int = 0,
     **keywords: Unpack[Keywords],
 ) -> Array:
-    """Return the `numel` values that quantize() encoded with the same settings.
+    """Return the values that quantize() encoded with the same settings.
 
     Args:
-        data: what quantize() returned.
-        numel: number of values.
-        dtype: of the result: float32, float16 or bfloat16. Exact values must be of this dtype.
-        config: as for quantize().
-        first_index: as for quantize().
-        seed: as for quantize(); only "randk" needs it.
-        **keywords: as for quantize().
+        data: The bytes that quantize() returned.
+        numel: Number of values.
+        dtype: dtype of the result: float32, float16 or bfloat16. If values were sent exact, it must
+            be their dtype.
+        config: As for quantize().
+        first_index: As for quantize().
+        seed: As for quantize(); only "randk" needs it.
+        **keywords: As for quantize().
 
     Raises:
-        InvalidArgument: a value out of its range, or data that the settings do not give.
-        Unsupported: another dtype.
+        InvalidArgument: A value is out of its range, or `data` does not match the settings.
+        Unsupported: The dtype is not supported.
+
+    Example:
+        >>> import numpy as np
+        >>> import cgx_ops
+        >>> values = np.linspace(-1, 1, 1024, dtype=np.float32)
+        >>> data = cgx_ops.quantize(values, bits=8, rounding="nearest")
+        >>> decoded = cgx_ops.dequantize(data, 1024, bits=8, rounding="nearest")
+        >>> bool(np.abs(decoded - values).max() < 0.01)
+        True
     """
     settings = config_of(config, **keywords)
     result_type = dtype_named(dtype)
@@ -94,8 +113,8 @@ def dequantize(
     known = settings.bits == EXACT_BITS or settings.compressor in _OF_KNOWN_LENGTH
     if encoded.size > most or (known and encoded.size < most):
         raise InvalidArgument(
-            f"{numel} values are {most} bytes{'' if known else ' at most'}; the data has "
-            f"{encoded.size}: use the settings of quantize()"
+            f"the data has {encoded.size} bytes; {numel} values in these settings have "
+            f"{'' if known else 'at most '}{most}: pass the same settings as to quantize()"
         )
     values = np.empty(numel, result_type)
     library.call(
@@ -105,35 +124,45 @@ def dequantize(
 
 
 def statistic(values: npt.ArrayLike, config: Config | None = None) -> float:
-    """Return the number from which a tensor's quantization error follows, for all bits.
+    """Return the statistic of a tensor from which its quantization error follows, for any bits.
 
-    It is a mean's to take over ranks and steps: predicted errors add up like squares.
+    predicted_error() and allocate_bits() take it. Average it over ranks and steps: the squared
+    errors add up.
 
     Args:
-        values: float32, float16 or bfloat16, any shape, read in C order.
-        config: its compressor and bucket_size count; None: Config().
+        values: A float32, float16 or bfloat16 array of any shape, read in C order.
+        config: Its compressor and bucket_size are used; None: `Config()`.
 
     Returns:
-        "uniform": the sum of B R^2 / 12 over buckets of B values with range R (a last bucket may
-        have fewer); "levels": the sum of squares. NaN where a value is not finite. The same to the
-        bit on all CPUs.
+        For "uniform", the sum of B R^2 / 12 over the buckets, where B is the number of values and R
+        their range. For "levels", the sum of squares. NaN if a value is not finite. All CPUs return
+        the same bits.
 
     Raises:
-        Unsupported: another compressor, or a rotation, which changes ranges; another dtype.
+        Unsupported: The config has another compressor or a rotation, or the dtype is not supported.
+
+    Example:
+        >>> import numpy as np
+        >>> from cgx_ops import Config
+        >>> from cgx_ops.planner import predicted_error, statistic
+        >>> config = Config(bits=4)
+        >>> found = statistic(np.arange(1024, dtype=np.float32), config)
+        >>> predicted_error(found, 4, config) > predicted_error(found, 8, config)
+        True
     """
     array = as_input(values)
     return statistic_at(array.ctypes.data, array.size, dtype_code(array.dtype), config or Config())
 
 
 def statistic_at(values: int, numel: int, dtype: int, config: Config) -> float:
-    """Return the statistic of so many values at an address, of a cgx_dtype_t."""
+    """Return the statistic of `numel` values at an address; `dtype` is a cgx_dtype_t."""
     codec, found = structs.Codec(config=config.native, dtype=dtype), c_double()
     library.call("cgx_statistic", byref(codec), values, numel, byref(found))
     return found.value
 
 
 def encoded_bytes(numel: int, config: Config, dtype: npt.DTypeLike = "float32") -> int:
-    """Return how many bytes quantize() makes of `numel` values, of "threshold" at most."""
+    """Return the size of the output of quantize(); for "threshold", the largest size."""
     return _encoded_bytes(_codec(config, dtype_named(dtype)), numel)
 
 

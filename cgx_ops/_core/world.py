@@ -1,12 +1,12 @@
-"""The ranks of a call that names none.
+"""The communicator of all ranks, for calls that name no communicator.
 
-1. The default process group, if torch.distributed is initialized, whatever its backend.
+1. The default process group, if torch.distributed is initialized, with any backend.
 2. JAX's processes, if `cgx_ops.jax.initialize()` connected them.
-3. The launcher's ranks: mpirun's over MPI, those of torchrun and srun by a rendezvous at
+3. The launcher's ranks: those of mpirun over MPI, those of torchrun and srun by a rendezvous at
    MASTER_ADDR, port MASTER_PORT + 2.
 
-A process whose environment shows several ranks is never used alone, because a collective would
-return its own values. CGX_WORLD=single allows it.
+If the environment shows several ranks, a process never runs alone: a collective would return its
+own values. CGX_WORLD=single allows it.
 """
 
 import importlib
@@ -24,28 +24,38 @@ NAME = "world"
 _lock = threading.Lock()
 _of_launcher: Communicator | None = None
 _of_jax: Communicator | None = None
-_of_torch: Callable[[], Communicator] | None = None  # of its default group
+_of_torch: Callable[[], Communicator] | None = None  # returns that of its default group
 _BINDING_OF_TORCH = "cgx_ops.torch"  # which calls adopt_torch()
 
 
 def init() -> Communicator:
-    """Return the communicator of all ranks; the first call connects them.
+    """Return the communicator of all ranks; the first call connects them. All ranks must call it.
 
-    These are the ranks of the default process group, if torch.distributed is initialized, whatever
-    its backend; else JAX's processes, if cgx_ops.jax.initialize() connected them; else those of
-    the launcher: mpirun, torchrun (or RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT) or srun.
-    Without a launcher it is this process alone. All ranks must make the first call.
+    The ranks are, in this order:
 
-    Under mpirun this starts MPI, unless mpi4py has; cgx_ops finalizes what it started at exit.
-    Ranks that mpirun did not start meet at MASTER_ADDR, port MASTER_PORT + 2.
+    1. those of the default process group, if torch.distributed is initialized, with any backend;
+    2. JAX's processes, if cgx_ops.jax.initialize() connected them;
+    3. those of the launcher: mpirun, torchrun (RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT) or
+       srun.
+
+    Without a launcher, this process is the only rank. Under mpirun the call starts MPI unless
+    mpi4py has started it; cgx_ops finalizes at exit what it started. Other launchers' ranks connect
+    at MASTER_ADDR, port MASTER_PORT + 2.
 
     Returns:
-        The same communicator at each call, until torch.distributed is initialized or destroyed.
+        The same communicator for each call, until torch.distributed is initialized or destroyed.
 
     Raises:
-        SystemFailure: the environment shows several ranks, and nothing says how to reach them.
-        DeadlineExceeded: a rank did not come within CGX_TIMEOUT seconds.
-        InvalidArgument: a variable of the launcher, CGX_TIMEOUT or CGX_WORLD is invalid.
+        SystemFailure: The environment shows several ranks, but this process cannot reach the
+            others.
+        DeadlineExceeded: A rank did not connect within CGX_TIMEOUT seconds.
+        InvalidArgument: A variable of the launcher, CGX_TIMEOUT or CGX_WORLD is not valid.
+
+    Example:
+        >>> import cgx_ops
+        >>> communicator = cgx_ops.init()
+        >>> communicator.rank, communicator.size
+        (0, 1)
     """
     distributed: Any = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
@@ -66,19 +76,19 @@ def of_launcher() -> Communicator:
 
 
 def adopt_torch(of_default_group: Callable[[], Communicator]) -> None:
-    """Have init() return what this returns, where torch.distributed is initialized."""
+    """Set the function whose result init() returns if torch.distributed is initialized."""
     global _of_torch
     _of_torch = of_default_group
 
 
 def adopt_jax(communicator: Communicator) -> None:
-    """Have init() return JAX's processes from now on, where torch.distributed has no group."""
+    """Set the communicator that init() returns if torch.distributed is not initialized."""
     global _of_jax
     _of_jax = communicator
 
 
 def require_company(size: int) -> None:
-    """Raise SystemFailure where a world of one process stands in for several ranks."""
+    """Raise SystemFailure if this process would run alone as one of several ranks."""
     shown, variable = launchers.ranks_shown()
     if size > 1 or shown == 1 or launchers.independent():
         return
@@ -98,10 +108,12 @@ def _connect() -> Communicator:
         return _alone()
     if place.launcher in ("torchrun", "srun"):
         if place.size > 1:
-            return _meet(place)
+            return _rendezvous(place)
         require_company(1)
         return _alone()
-    world = Communicator(library.call_for_id("cgx_init"))  # mpirun's, or one of MPI's all the same
+    world = Communicator(
+        library.call_for_id("cgx_init")
+    )  # mpirun's, or of another launcher with MPI
     try:
         require_company(world.size)
     except BaseException:
@@ -114,20 +126,21 @@ def _alone() -> Communicator:
     return Communicator.create(0, 1, lambda mine: [mine], NAME)
 
 
-def _meet(place: launchers.Place) -> Communicator:
+def _rendezvous(place: launchers.Place) -> Communicator:
     if not place.host or not place.port:
         raise SystemFailure(
-            f"this is rank {place.rank} of {place.size} by its variables, but MASTER_ADDR and "
-            "MASTER_PORT, where rank 0 is, are not set: set both, or call "
-            "torch.distributed.init_process_group or cgx_ops.jax.initialize first. Independent "
-            "processes: CGX_WORLD=single"
+            f"the launcher's variables show rank {place.rank} of {place.size}, but not the address "
+            "of rank 0: set MASTER_ADDR and MASTER_PORT, or call "
+            "torch.distributed.init_process_group or cgx_ops.jax.initialize first. For independent "
+            "processes, set CGX_WORLD=single"
         )
     seconds = launchers.timeout()
     port = place.port + 2
     if port > 65535:
         raise InvalidArgument(
-            f"MASTER_PORT is {place.port}; cgx_ops needs the port 2 above it: use one up to 65533"
+            f"MASTER_PORT is {place.port}; cgx_ops uses the port 2 above it, so it must be "
+            "at most 65533"
         )
-    meeting = rendezvous.allgather(place.host, port, place.rank, place.size, seconds)
-    with meeting as allgather:
+    exchange = rendezvous.allgather(place.host, port, place.rank, place.size, seconds)
+    with exchange as allgather:
         return Communicator.create(place.rank, place.size, allgather, NAME)
