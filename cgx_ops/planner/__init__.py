@@ -1,22 +1,24 @@
-"""The planner: whether gradients travel compressed, in what groups, and in how many bits.
+"""The planner: which tensors share a message, in how many bits, and whether compression is faster.
 
-    model.py      what a message costs, and when the last gradient of a step is there
+It needs numpy only.
+
+    model.py      costs of messages, and when the last gradient of a step is reduced
     partition.py  which tensors share a message: the best groups under that model
-    baselines.py  groups that need no plan, for comparison
-    bits.py       what each tensor's quantization loses, and how many bits it therefore gets
-    cheapest.py   the search behind that; clusters.py  CGX's bits by k-means, for comparison
+    baselines.py  groups without a plan, for comparison
+    bits.py       the quantization error of a tensor, and its bits
+    cheapest.py   the search for the bits; clusters.py: CGX's bits by k-means, for comparison
     adaptive.py   bits that follow a model as it trains
-    measure.py    the constants of the model, for a communicator's own route
-    plan.py       groups and bits as one value: saved, loaded, agreed upon by ranks
-    tune.py       a few plans tried in real steps, and costs that explain what these took
-    plot.py       a step's timeline as a picture
-    command.py    `python -m cgx_ops plan`: the table for a user's own model
+    measure.py    measures the costs and the ready times
+    plan.py       groups and bits as one value: save, load, compare across ranks
+    tune.py       tries a few plans in real steps, and corrects the costs
+    plot.py       draws the timeline of a step
+    command.py    `python -m cgx_ops plan`
 
 Groups are after MergeComp (Wang et al., "MergeComp: A Compression Scheduler for Scalable
 Communication-Efficient Distributed Training", 2021), bits after L-GreCo (Alimohammadi et al.,
 "L-GreCo: Layerwise-Adaptive Gradient Compression for Efficient and Accurate Deep Learning", 2022)
 and CGX (Markov et al., "CGX: Adaptive System Support for Communication-Efficient Deep Learning",
-Middleware 2022). docs/guides/planner.md has it all on a page.
+Middleware 2022). See docs/guides/planner.md.
 """
 
 from cgx_ops._core.codec import statistic

@@ -1,16 +1,16 @@
-"""Bits that follow a model as it trains: measured every so many steps, decided alike on all ranks.
+"""Bits that follow a model as it trains: measured and decided every so many steps.
 
-    in some steps    each rank takes the statistic of every tensor that is free (codec.statistic);
-                     ranks average them, exactly, in one small message
+    in some steps    each rank computes the statistic of each free tensor (codec.statistic); ranks
+                     average them, exactly, in one small message
     LAG steps later  all ranks have the average, and count it
-    every so often   allocate_bits() (or CGX's clusters) of the mean: the bits from this step on
+    every so often   allocate_bits() (or CGX's clusters) of the mean gives the bits from then on
 
-A decision is a function of the averages, which are equal on all ranks to the bit, and of the steps:
-no rank tells another what it decided. What ranks begin with is compared when they begin (agree()),
-and every collective's header has a hash of its segments' bits.
+A decision depends only on the averages, which are equal on all ranks to the bit, and on the steps.
+So ranks do not exchange decisions. agree() compares the initial state of the ranks, and the header
+of each collective has a hash of its segments' bits.
 
-AdaptiveBits knows no framework. cgx_ops.torch.ddp feeds it bucket by bucket; in JAX a program
-returns the statistics (cgx_ops.jax.statistics), and its rules are static arguments.
+AdaptiveBits uses no framework. cgx_ops.torch.ddp passes statistics bucket by bucket. In JAX a
+program returns them (cgx_ops.jax.statistics), and its rules are static arguments.
 """
 
 import math
@@ -27,20 +27,20 @@ from cgx_ops.planner.bits import allocate_bits, predicted_error
 from cgx_ops.planner.clusters import cluster_bits
 from cgx_ops.planner.plan import Plan
 
-LAG = 2  # steps from a statistic to its average, so that nobody waits for it
-_SAVES = 0.97  # of the bits, at most: else what is in force stays,
-_EXCEEDS = 1.1  # unless it now loses so many times what it may
+LAG = 2  # steps from a statistic to its average, so that no step waits for it
+_SAVES = 0.97  # new bits must take at most this share of the old ones,
+_EXCEEDS = 1.1  # unless the error of the old ones exceeds this multiple of the budget
 _CGX_CHOICES = (2, 3, 4)
 
 
 class Sample(NamedTuple):
-    """Statistics of one step, the mean over ranks.
+    """The statistics of one step, averaged over ranks.
 
     Attributes:
-        step: in which they were taken.
-        names: of the tensors, in an order that is equal on all ranks.
-        numels: values of each.
-        losses: of each, the statistic by value.
+        step: The step in which they were computed.
+        names: The tensors, in an order that is equal on all ranks.
+        numels: Values of each tensor.
+        losses: The statistic of each tensor, divided by its number of values.
     """
 
     step: int
@@ -53,21 +53,44 @@ _SETTINGS = ("every", "samples", "budget", "choices", "alpha", "most_changes")
 
 
 class AdaptiveBits:
-    """In how many bits each tensor travels, decided anew every so many steps.
+    """Bits of each tensor that are decided again every `every` steps, equal on all ranks.
 
-    Equal on all ranks; it pickles, and a run that is resumed with it continues to the same bits.
+    Objects can be pickled; a run that resumes with one gets the same bits. Pass it to
+    QuantizedAllreduceState or fsdp.compress() in PyTorch; in JAX call advance() and observe().
+
+    Args:
+        every: Steps from one decision to the next.
+        samples: How many of these steps compute statistics, evenly spaced. It must divide `every`.
+        budget: "squared" or "norm", see allocate_bits(); or "clusters": CGX's k-means, without a
+            budget.
+        choices: Bits that tensors may have. None: those of allocate_bits(); (2, 3, 4) for
+            "clusters".
+        alpha: The budget as a multiple of the error of uniform bits.
+        most_changes: Largest number of changes, after which the bits stay. None: no limit.
 
     Attributes:
-        every: steps from one decision to the next.
-        samples: in how many of them statistics are taken, evenly spaced; it divides `every`.
-        budget: "squared" or "norm", as of allocate_bits(); "clusters": CGX's k-means, which keeps
-            no budget.
-        choices: bits that tensors may have; None: those of allocate_bits(), of clusters (2, 3, 4).
-        alpha: the budget, as a multiple of the error of uniform bits.
-        most_changes: after so many the bits stay; None: no end.
-        bits: in force, by name; a tensor that is not there has the bits of the config.
-        numels: values of each tensor in `bits`.
-        changes: how often bits changed.
+        every: See above.
+        samples: See above.
+        budget: See above.
+        choices: See above.
+        alpha: See above.
+        most_changes: See above.
+        bits: The current bits by name. Tensors that are not in it have the bits of the config.
+        numels: Values of each tensor in `bits`.
+        changes: How often the bits have changed.
+
+    Raises:
+        InvalidArgument: A value is out of its range.
+
+    Example:
+        >>> from cgx_ops import Config
+        >>> from cgx_ops.planner import AdaptiveBits
+        >>> adaptive = AdaptiveBits(every=2, samples=1)
+        >>> adaptive.observe(0, {"a": 1000, "b": 1000}, {"a": 0.001, "b": 1.0})
+        >>> adaptive.advance(2, Config(bits=4))  # two steps later
+        True
+        >>> adaptive.bits["a"] < adaptive.bits["b"]
+        True
     """
 
     def __init__(
@@ -80,15 +103,11 @@ class AdaptiveBits:
         alpha: float = 1.0,
         most_changes: int | None = None,
     ) -> None:
-        """Begin without a decision.
-
-        Raises:
-            InvalidArgument: a value out of its range.
-        """
+        """Start without a decision; see the class."""
         if samples < 1 or every < samples or every % samples:
             raise InvalidArgument(
-                f"every is {every} and samples {samples}; every must be a multiple of samples, of "
-                "which there is one or more"
+                f"every is {every} and samples is {samples}; samples must be at least 1 and divide "
+                "every"
             )
         if budget not in ("squared", "norm", "clusters"):
             raise InvalidArgument(
@@ -97,7 +116,7 @@ class AdaptiveBits:
         if choices is not None and not choices:
             raise InvalidArgument("choices is empty; give bits from 1 to 8, or None")
         for bits in choices or ():
-            Config(bits=bits)  # checks them
+            Config(bits=bits)  # checks the bits
         if most_changes is not None:
             most_changes = require_integer("most_changes", most_changes, 0, 2**63 - 1)
         allocate_bits([], [], alpha=alpha)  # checks alpha
@@ -108,17 +127,20 @@ class AdaptiveBits:
         self.bits: dict[str, int] = {}
         self.numels: dict[str, int] = {}
         self.changes = 0
-        self._arrived: list[Sample] = []  # not counted yet
+        self._arrived: list[Sample] = []  # not yet counted
         self._names: tuple[str, ...] = ()
         self._sums: list[float] = []
-        self._seen = self._counted = 0  # samples since the last decision; finite ones of them
+        self._seen = self._counted = 0  # samples since the last decision; the finite ones
 
     def check(self, config: Config) -> None:
-        """Require a config that can be adapted, before anything travels by it.
+        """Check that the bits of a config can be adapted.
+
+        Args:
+            config: The config of the tensors.
 
         Raises:
-            InvalidArgument: its compressor has not all the choices.
-            Unsupported: its errors cannot be predicted.
+            InvalidArgument: Its compressor does not have all choices.
+            Unsupported: Its error cannot be predicted.
         """
         try:
             for bits in self.choices or (EXACT_BITS,):
@@ -126,47 +148,60 @@ class AdaptiveBits:
         except InvalidArgument as error:
             raise InvalidArgument(f"AdaptiveBits.choices is {self.choices}: {error}") from None
 
-    # ---- What is measured when -------------------------------------------------------------------
+    # ---- Measurement -----------------------------------------------------------------------------
 
     def measures(self, step: int) -> bool:
-        """Tell whether statistics are taken in a step."""
+        """Return whether a step computes statistics.
+
+        Args:
+            step: The step, from 0.
+        """
         return step % (self.every // self.samples) == 0
 
     def measured_by(self, config: Config) -> Config:
-        """Return the config whose statistic is taken of a tensor that travels by `config`.
+        """Return the config for statistic(), for a tensor that is sent with `config`.
+
+        Args:
+            config: The tensor's config.
 
         Raises:
-            Unsupported: its errors cannot be predicted.
+            Unsupported: Its error cannot be predicted.
         """
         predicted_error(0.0, config.bits, config)
         if self.budget != "clusters" or config.compressor == "levels":
             return config
-        return Config(compressor="levels", bucket_size=config.bucket_size)  # whose is the energy
+        return Config(
+            compressor="levels", bucket_size=config.bucket_size
+        )  # its statistic is the energy
 
-    # ---- What ranks know -------------------------------------------------------------------------
+    # ---- Statistics ------------------------------------------------------------------------------
 
     def arrive(self, sample: Sample) -> None:
-        """Take note of averages; steps rise."""
+        """Add the averages of a step. Steps must rise.
+
+        Args:
+            sample: The averages.
+        """
         self._arrived.append(sample)
 
     def observe(self, step: int, numels: Mapping[str, int], losses: Mapping[str, float]) -> None:
-        """Take note of a step's statistics by value, which are equal on all ranks.
+        """Add the statistics per value of a step, which are equal on all ranks.
 
         Args:
-            step: in which they were taken.
-            numels: values of each tensor; those without a loss may be among them.
-            losses: of each tensor that is free, as cgx_ops.jax.statistics returns them, averaged.
+            step: The step in which they were computed.
+            numels: Values of each tensor. Tensors that are not in `losses` are ignored.
+            losses: The averaged statistics per value, as cgx_ops.jax.statistics() returns them.
         """
         names = tuple(sorted(losses))
         counts = tuple(int(numels[name]) for name in names)
         self.arrive(Sample(step, names, counts, tuple(float(losses[name]) for name in names)))
 
     def advance(self, step: int, config: Config) -> bool:
-        """Count what is to be known in a step, and decide where it is time.
+        """Count the statistics that are due in a step, and decide if it is time.
 
         Args:
-            step: which begins.
-            config: its bits are the uniform ones, its compressor and rounding make the errors.
+            step: The step that begins.
+            config: Its bits are the uniform bits; its compressor and rounding determine the errors.
 
         Returns:
             Whether bits changed.
@@ -177,23 +212,26 @@ class AdaptiveBits:
         return changed
 
     def agree(self, communicator: Communicator) -> None:
-        """Require that all ranks have the same settings and bits.
+        """Check that all ranks have the same settings and bits. Call it before the first step.
 
-        Collective: every rank calls it, before the first step that uses them.
+        All ranks must call it.
+
+        Args:
+            communicator: The ranks.
 
         Raises:
-            MismatchError: on every rank; it names the first setting that differs, or the first
-                tensor that does not have the same bits on all of them.
+            MismatchError: They differ. All ranks raise it; the message has the first setting that
+                differs, or the first tensor with different bits.
         """
         require_same(
             "ranks have different settings of adaptive bits",
             {name: getattr(self, name) for name in _SETTINGS},
             lambda mine: exchange(mine, "cgx_ops.planner.adaptive", communicator),
-            "Give all ranks the same",
+            "Use the same settings on all ranks",
         )
         self.plan().agree(communicator)
 
-    # ---- Whose they are --------------------------------------------------------------------------
+    # ---- Tensors ---------------------------------------------------------------------------------
 
     @property
     def names(self) -> set[str]:
@@ -202,17 +240,21 @@ class AdaptiveBits:
         return {*self.bits, *self._names, *arrived}
 
     def keep(self, names: Collection[str]) -> None:
-        """Drop the bits of all other tensors, and statistics that are of others, too."""
+        """Drop the bits and the statistics of all other tensors.
+
+        Args:
+            names: The tensors to keep.
+        """
         self.bits = {name: bits for name, bits in self.bits.items() if name in names}
         self.numels = {name: numel for name, numel in self.numels.items() if name in names}
         self._arrived = [each for each in self._arrived if set(each.names) <= set(names)]
         if not set(self._names) <= set(names):
             self._names, self._sums, self._seen, self._counted = (), [], 0, 0
 
-    # ---- What follows ----------------------------------------------------------------------------
+    # ---- Bits ------------------------------------------------------------------------------------
 
     def plan(self) -> Plan:
-        """Return the bits in force as a plan of one group: to be saved, or for its rules."""
+        """Return the current bits as a plan with one group, to save it or for its rules."""
         names = tuple(sorted(self.bits))
         bits = tuple(self.bits[name] for name in names)
         numels = tuple(self.numels[name] for name in names)
@@ -220,7 +262,7 @@ class AdaptiveBits:
 
     @property
     def mean_bits(self) -> float:
-        """Bits of a value, over all tensors that have some of their own; NaN before there are."""
+        """Mean bits per value over the tensors in `bits`; NaN before the first decision."""
         total = sum(self.numels.values())
         return sum(self.bits[n] * self.numels[n] for n in self.bits) / total if total else math.nan
 
@@ -232,7 +274,7 @@ class AdaptiveBits:
         if sample.names != self._names:
             self._names, self._sums = sample.names, [0.0] * len(sample.names)
             self._seen = self._counted = 0
-        # A step whose gradients overflowed, or vanished, tells nothing.
+        # Ignore a step whose gradients overflowed or vanished.
         if all(map(math.isfinite, sample.losses)) and any(sample.losses):
             self._counted += 1
             self._sums = [a + b for a, b in zip(self._sums, sample.losses, strict=True)]

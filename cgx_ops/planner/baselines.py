@@ -1,4 +1,4 @@
-"""Groupings that need no plan, or little of one: what a plan is compared with."""
+"""Groups that need no plan, or little of one, for comparison with a plan."""
 
 from collections.abc import Sequence
 
@@ -9,27 +9,27 @@ MIB = 1 << 20
 
 
 def per_tensor(ready: Sequence[float]) -> list[list[int]]:
-    """Return a group for each tensor, in order of readiness (seconds)."""
+    """Return one group per tensor, in order of readiness (seconds)."""
     return [[i] for i in by_readiness(ready)]
 
 
 def whole(ready: Sequence[float]) -> list[list[int]]:
-    """Return one group of all tensors; none without tensors."""
+    """Return one group of all tensors, or no group without tensors."""
     return [by_readiness(ready)] if ready else []
 
 
 def ddp_buckets(
     numels: Sequence[int], ready: Sequence[float], *, first_mib: float = 1, others_mib: float = 25
 ) -> list[list[int]]:
-    """Return DistributedDataParallel's buckets of float32 gradients, from the second step on.
+    """Return DistributedDataParallel's buckets of float32 gradients, as of the second step.
 
-    A bucket is closed by the tensor with which it reaches its limit.
+    A bucket is complete once it reaches its limit.
 
     Args:
-        numels: values of each tensor.
-        ready: seconds.
-        first_mib: limit of the first bucket, in MiB.
-        others_mib: of all others (bucket_cap_mb).
+        numels: Values of each tensor.
+        ready: Seconds until each gradient is ready.
+        first_mib: Limit of the first bucket, in MiB.
+        others_mib: Limit of the other buckets (bucket_cap_mb).
     """
     groups: list[list[int]] = [[]]
     size = 0
@@ -48,11 +48,16 @@ def two_groups(
     bytes: Sequence[int],  # noqa: A002  (the name of the quantity)
     costs: Costs,
 ) -> list[list[int]]:
-    """Return the best cut in two, or one group: what MergeComp's published code looks for.
+    """Return the best cut into two groups, or one group: what MergeComp's published code searches.
 
-    That bisects on timed steps; this tries every cut under the model, so it is no worse.
+    MergeComp bisects on timed steps. This function tries all cuts under the model, so its result is
+    at least as good.
 
-    Args and errors: see partition().
+    Args:
+        numels: See partition().
+        ready: See partition().
+        bytes: See partition().
+        costs: See partition().
     """
     tensors, each = Tensors.checked(numels, ready, bytes, costs), Ticks.of(costs)
     order = by_readiness(ready)

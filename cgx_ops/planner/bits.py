@@ -1,16 +1,16 @@
-"""In how many bits each tensor travels: the fewest bytes at the error of uniform bits.
+"""Choose the bits of each tensor: the fewest bytes at the error of uniform bits.
 
-    statistic()        one number of a tensor, from which its error follows for all bits; the core
-                       measures it, as its encoder does (cgx_ops/_core/codec.py)
-    predicted_error()  that error
+    statistic()        one number per tensor, from which its error follows for any bits; the core
+                       measures it (cgx_ops/_core/codec.py)
+    predicted_error()  the error
     allocate_bits()    bits for all tensors, with an error budget
 
-L-GreCo runs the codec once for every tensor and candidate, and searches a table of 10,000 error
-steps. One number is enough where the error has a form. Min-max quantization in b bits has 2^b - 1
-steps between a bucket's minimum and maximum, and a value is off by a part of a step that is spread
-evenly: so a bucket of B values with range R loses B R^2 / 12 / (2^b - 1)^2 by rounding to nearest
-or by shift, and twice that at random. For the fixed levels of "levels" the error is a share of the
-energy that is known for values that are distributed normally.
+L-GreCo runs the codec for each tensor and number of bits, and searches a table of 10,000 error
+steps. One number is enough if the error has a closed form. Min-max quantization in b bits has
+2^b - 1 steps between the minimum and the maximum of a bucket. The rounding error is spread evenly
+over a step. So a bucket of B values with range R has the squared error B R^2 / 12 / (2^b - 1)^2
+with nearest or shift rounding, and twice that with stochastic rounding. For the fixed levels of
+"levels" the error is a share of the energy, which is known for normally distributed values.
 """
 
 import math
@@ -26,33 +26,39 @@ from cgx_ops.planner.cheapest import cheapest
 
 Budget = Literal["squared", "norm"]
 
-# What "levels" loses of the energy of a bucket of normally distributed values, by bits: the error
-# of the best quantizer of so many levels (Max 1960, Lloyd 1982), measured of the kernels.
+# The error of "levels" as a share of the energy of normally distributed values, by bits: that of
+# the optimal quantizer (Max 1960, Lloyd 1982), as measured with the kernels.
 _LEVELS = {1: 0.3627, 2: 0.1174, 3: 0.0346, 4: 0.0095}
-# Below 2 bits the prediction for min-max is off by a factor of two, and nothing trains with it.
+# In 1 bit the prediction for min-max is off by a factor of two, and models do not train.
 _CHOICES: dict[str, tuple[int, ...]] = {"uniform": (2, 3, 4, 5, 6, 7, 8), "levels": (1, 2, 3, 4)}
 
 
 def predicted_error(statistic: float, bits: int, config: Config | None = None) -> float:
-    """Return the expected squared error of encoding and decoding a tensor once, in its units.
+    """Return the expected squared error of encoding and decoding a tensor once.
 
-    Within 10 % of what is measured from 3 bits on for normal, Laplace, Student's t (3) and uniform
-    values; in 2 bits within 20 %, in 1 bit up to twice as much. "levels": of normal values only;
-    heavier tails lose up to ten times as much, unless they are rotated.
+    It is within 10 % of the measured error from 3 bits on for normal, Laplace, Student's t (3) and
+    uniform values. In 2 bits it is within 20 %; in 1 bit the error may be twice as large. For
+    "levels" it holds for normal values; without rotation, values with heavier tails have up to ten
+    times the error.
 
     Args:
-        statistic: of the tensor, as statistic() of the same config returns it.
-        bits: 1-8 ("levels" 1-4), or 32: no error.
-        config: its compressor and rounding count; None: Config(), which rounds at random.
+        statistic: The tensor's statistic(), with the same config.
+        bits: 1-8 ("levels": 1-4), or 32, which has no error.
+        config: Its compressor and rounding are used. None: `Config()`, with stochastic rounding.
 
     Raises:
-        InvalidArgument: bits out of range.
-        Unsupported: see statistic().
+        InvalidArgument: The bits are out of range.
+        Unsupported: The error of this config cannot be predicted; see statistic().
+
+    Example:
+        >>> from cgx_ops.planner import predicted_error
+        >>> predicted_error(225.0, 4), predicted_error(225.0, 32)
+        (2.0, 0.0)
     """
     config = _served(config)
     if bits == EXACT_BITS:
         return 0.0
-    config = config.with_own(bits=bits)  # which checks them
+    config = config.with_own(bits=bits)  # with_own() checks the bits
     if config.compressor == "levels":
         return statistic * _LEVELS[bits]
     at_random = config.rounding in (None, "stochastic")
@@ -69,28 +75,35 @@ def allocate_bits(
     fixed: Mapping[int, int] | None = None,
     alpha: float = 1.0,
 ) -> list[int]:
-    """Return the bits of each tensor: the fewest in all, at no more error than uniform bits.
+    """Return the bits of each tensor: the fewest in total, with no more error than uniform bits.
 
-    Within 0.01 bit a value of the best there is, and never more than uniform bits. Depends on the
-    arguments alone. Where all tensors lose as much a value, uniform is best and nothing is gained;
-    the wider they differ, the more.
+    The total is within 0.01 bit per value of the optimum, and never more than that of uniform bits.
+    It depends only on the arguments. The more the tensors differ in their error per value, the more
+    it saves. If all have the same error per value, uniform bits are best.
 
     Args:
-        statistics: of each tensor, see statistic(); the same on all ranks if the bits must be.
-        numels: values of each tensor.
-        budget: what may not exceed that of uniform bits: "squared", the sum of the tensors' squared
-            errors, which is the squared error of all; "norm", the sum of their norms (L-GreCo's),
-            which spares large tensors more.
-        config: its bits are the uniform ones, and its compressor and rounding make the errors;
-            None: Config(), 4 bits.
-        choices: bits that tensors may have; None: 2-8, of "levels" 1-4. config.bits is added.
-        fixed: bits that the user sets, by the tensor's number; they count on neither side.
-        alpha: the budget, as a multiple of the error of uniform bits: more than 0.
+        statistics: The statistic() of each tensor, equal on all ranks.
+        numels: Values of each tensor.
+        budget: The error that must not exceed that of uniform bits: "squared", the total squared
+            error; or "norm", the sum of the tensors' error norms (as in L-GreCo), which gives large
+            tensors fewer bits.
+        config: Its bits are the uniform bits; its compressor and rounding determine the errors.
+            None: `Config()`, 4 bits.
+        choices: The bits that tensors may have. None: 2-8, for "levels" 1-4. config.bits is added.
+        fixed: Bits by index of a tensor. Such tensors count neither in the budget nor in the total.
+        alpha: The budget as a multiple of the error of uniform bits, more than 0.
 
     Raises:
-        InvalidArgument: lists of different lengths; a statistic that is negative or not finite;
-            values out of their range.
-        Unsupported: see statistic().
+        InvalidArgument: The lists have different lengths, a statistic is negative or not finite, or
+            a value is out of its range.
+        Unsupported: The error of this config cannot be predicted; see statistic().
+
+    Example:
+        >>> from cgx_ops.planner import allocate_bits
+        >>> allocate_bits([1.0, 1.0, 1.0], [1000, 1000, 1000])
+        [4, 4, 4]
+        >>> allocate_bits([1.0, 100.0, 0.01], [1000, 1000, 1000])
+        [2, 5, 2]
     """
     config = _served(config)
     fixed = fixed or {}
@@ -116,14 +129,15 @@ def allocate_bits(
 
 
 def _served(config: Config | None) -> Config:
-    """Return the config if its error can be predicted."""
+    """Return the config if its error can be predicted, else raise Unsupported."""
     config = Config() if config is None else config
     if config.compressor not in _CHOICES:
         raise Unsupported(
-            f"compressor is {config.compressor!r}; errors are predicted of 'uniform' and 'levels'"
+            f"compressor is {config.compressor!r}; errors can be predicted for 'uniform' and "
+            "'levels'"
         )
     if config.rotation is not None:
-        raise Unsupported("errors of rotated values are not predicted: leave rotation out")
+        raise Unsupported("errors of rotated values cannot be predicted: leave rotation out")
     return config
 
 
@@ -147,6 +161,8 @@ def _check(
         raise InvalidArgument(f"budget is {budget!r}; it must be 'squared' or 'norm'")
     for i in fixed:
         if not 0 <= i < len(numels):
-            raise InvalidArgument(f"fixed has tensor {i}; there are {len(numels)}, from 0")
+            raise InvalidArgument(
+                f"fixed has the index {i}, but there are {len(numels)} tensors, from 0"
+            )
     if not 0 < alpha < math.inf:
         raise InvalidArgument(f"alpha is {alpha!r}; it must be more than 0")

@@ -1,12 +1,12 @@
-"""One choice for each tensor: the fewest bits in all whose errors add up to no more than a budget.
+"""Choose bits for each tensor: the fewest in total whose errors sum to at most a budget.
 
-A knapsack with several choices. Errors are convex in bits, so that single steps (a tensor in the
-next lower bits) taken in the order of error per bit saved are optimal at every error that they
-reach (L-GreCo's problem by Lagrange multipliers). Between two such points the answer is off by at
-most one step; that of a tensor with many of all values would be much.
+This is a multiple-choice knapsack problem. Errors are convex in bits. So steps (one tensor to the
+next lower bits), taken in the order of error per saved bit, are optimal at every total error that
+they reach (L-GreCo's problem by Lagrange multipliers). Between two such points the result is off
+by at most one step. That would be much for a step of a large tensor, so:
 
-  1. large tensors: all combinations that may still be best, as pairs of bits and error
-  2. small tensors: steps in order, as far as the rest of the budget goes
+  1. Large tensors: search all combinations that may be optimal, as pairs of bits and error.
+  2. Small tensors: take steps in order, as far as the rest of the budget goes.
 """
 
 import math
@@ -16,10 +16,10 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-# Shares of all values; in bits a value they add up to less than 0.01.
-_LARGE = 0.004  # a tensor with more is large, where the widest step between choices is one bit
-_GAIN = 0.002  # combinations that can save less than this are not followed
-_GRID = 0.002  # combinations whose bits differ by less than this, over all steps, are one
+# Shares of all values. Together they cost less than 0.01 bit per value.
+_LARGE = 0.004  # a tensor with more is large, if choices are one bit apart
+_GAIN = 0.002  # combinations that can save less than this are dropped
+_GRID = 0.002  # combinations whose bits differ by less than this are merged
 
 _Floats = npt.NDArray[np.float64]
 _Ints = npt.NDArray[np.int64]
@@ -31,14 +31,16 @@ def cheapest(
     """Return the bits of each tensor.
 
     Args:
-        errors: (tensors, choices): of each tensor in each choice; falling and convex in the bits.
-        numels: values of each tensor.
-        choices: bits, rising.
-        budget: for the sum of errors, which may exceed it by its ninth digit. If nothing stays
-            within it, all tensors have the most bits.
+        errors: Array (tensors, choices) with the error of each tensor in each choice; falling and
+            convex in the bits.
+        numels: Values of each tensor.
+        choices: Bits, in rising order.
+        budget: Largest sum of errors, up to its ninth digit. If no combination is within it, all
+            tensors get the most bits.
 
     Returns:
-        Entries of `choices`; the sum of numels times them is within 0.01 bit a value of the least.
+        Entries of `choices`. Their sum, weighted by numels, is within 0.01 bit per value of the
+        optimum.
     """
     budget *= 1 + 1e-9
     total = sum(numels)
@@ -47,7 +49,7 @@ def cheapest(
     large = sorted((i for i, n in enumerate(numels) if n > most), key=lambda i: (-numels[i], i))
     small = [i for i, n in enumerate(numels) if n <= most]
     grid = max(1, math.floor(_GRID * total / max(1, len(large))))
-    # Combinations of the first k large tensors: bits, error, and for walking back the number of the
+    # Combinations of the first k large tensors: bits and error; and, to walk back, the index of the
     # combination of k - 1 and the last choice.
     bits, error = np.zeros(1, np.int64), np.zeros(1)
     history: list[tuple[_Ints, _Ints]] = []
@@ -69,7 +71,7 @@ def cheapest(
 
 
 def _front(bits: _Ints, errors: _Floats, grid: int) -> _Ints:
-    """Return the numbers of combinations of which none has fewer bits (in `grid`s) and error."""
+    """Return the indices of combinations on the Pareto front of bits (in `grid`s) and error."""
     order = np.lexsort((errors, bits // grid))
     least = np.minimum.accumulate(errors[order])
     return order[np.concatenate([[True], least[1:] < least[:-1]])]
@@ -85,7 +87,7 @@ def _walk_back(
     history: list[tuple[_Ints, _Ints]],
     best_at: tuple[int, int],
 ) -> list[int]:
-    """Return the bits of combination `best_at`, of k large tensors, and of the rest by steps."""
+    """Return the bits of combination `best_at`, of k large tensors; the rest by steps."""
     found = [choices[-1]] * len(numels)
     k, combination = best_at
     left = budget
@@ -101,14 +103,14 @@ def _walk_back(
 
 
 class _Steps:
-    """Steps of some tensors from the most bits to the fewest, cheapest error first."""
+    """Steps of some tensors from the most bits to the fewest, the cheapest error first."""
 
     def __init__(
         self, errors: _Floats, numels: Sequence[int], choices: Sequence[int], tensors: list[int]
     ) -> None:
         self.tensors, self.choices = np.array(tensors, np.int64), np.array(choices)
         of_these, sizes = errors[self.tensors], np.array(numels, np.int64)[self.tensors]
-        # One row a tensor, one column a step, from the most bits on.
+        # One row per tensor, one column per step, starting with the most bits.
         self.more = of_these[:, -2::-1] - of_these[:, :0:-1]
         self.saved = sizes[:, None] * np.diff(self.choices)[::-1]
         price = self.more / np.maximum(self.saved, 1)
@@ -120,17 +122,17 @@ class _Steps:
         self.bits = sizes.sum() * self.choices[-1] - saved
 
     def taken(self, budget: _Floats) -> _Floats:
-        """Return the bits after the steps that fit in each budget; infinite if the first do not."""
+        """Return the bits after the steps that fit each budget; infinity if none fits."""
         steps = np.searchsorted(self.errors, budget, side="right") - 1
         return np.where(steps < 0, math.inf, self.bits[steps])
 
     def at_least(self, budget: _Floats) -> _Floats:
-        """Return a bound: with parts of a step, no choice within each budget has fewer bits."""
+        """Return a lower bound of the bits within each budget, from fractional steps."""
         bound = np.interp(budget, self.errors, self.bits)
         return np.where(budget < self.errors[0], math.inf, bound)
 
     def fill(self, budget: float) -> list[tuple[int, int]]:
-        """Return tensors and their bits, by all steps that fit, also after one that does not."""
+        """Return tensors and their bits after all steps that fit, in order."""
         columns = self.more.shape[1]
         level = [0] * len(self.tensors)
         left = budget - self.errors[0]

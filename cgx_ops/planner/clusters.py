@@ -1,4 +1,4 @@
-"""CGX's way to bits: layers that are alike share them, found by k-means. No budget is kept."""
+"""Choose bits as CGX does: similar layers, found by k-means, share them. There is no budget."""
 
 import math
 from collections.abc import Sequence
@@ -16,21 +16,26 @@ def cluster_bits(
 ) -> list[int]:
     """Return the bits of each tensor by its cluster, as CGX assigns them.
 
-    Tensors are points (numel, norm), each coordinate divided by its standard deviation. They fall
-    into as many clusters as there are choices; clusters in the order of norm less numel get the
-    choices from the fewest bits on, so that large tensors go down and those of large norm up.
-    (CGX, Middleware 2022; its code sorts by the norm alone.) Unlike allocate_bits() this knows no
-    error: it is here for comparison.
-
-    The start is k-means++ with a fixed seed, so that equal arguments have equal answers.
+    Tensors are points (numel, norm); each coordinate is divided by its standard deviation. k-means
+    finds as many clusters as there are choices. Clusters are sorted by norm minus numel and get the
+    choices in rising order, so large tensors get fewer bits, and tensors with a large norm more.
+    (CGX, Middleware 2022; its code sorts by the norm alone.) Unlike allocate_bits(), this function
+    considers no error; it is here for comparison. k-means++ starts with a fixed seed, so equal
+    arguments have equal results.
 
     Args:
-        norms: 2-norm of each tensor's gradient, summed up over steps.
-        numels: values of each tensor.
-        choices: bits, rising.
+        norms: 2-norm of each tensor's gradient, summed over steps.
+        numels: Values of each tensor.
+        choices: Bits, in rising order.
 
     Raises:
-        InvalidArgument: lists of different lengths, entries that are not finite, no choice.
+        InvalidArgument: The lists have different lengths, an entry is not finite, or there is no
+            choice.
+
+    Example:
+        >>> from cgx_ops.planner import cluster_bits
+        >>> cluster_bits([1.0, 1.0, 9.0], [10_000_000, 1000, 1000])
+        [2, 3, 4]
     """
     if len(norms) != len(numels) or not all(map(math.isfinite, [*norms, *numels])):
         raise InvalidArgument(
@@ -60,7 +65,7 @@ def cluster_bits(
 
 
 def _first_centers(points: npt.NDArray[np.float64], count: int) -> npt.NDArray[np.float64]:
-    """Return up to `count` different points, by k-means++: far ones are likelier."""
+    """Return up to `count` different points by k-means++: far ones are more likely."""
     random = np.random.default_rng(0)
     centers = points[[0]]
     while len(centers) < count:
@@ -80,5 +85,5 @@ def _nearest(
 def _distances(
     points: npt.NDArray[np.float64], centers: npt.NDArray[np.float64]
 ) -> npt.NDArray[np.float64]:
-    """Return squared distances, (points, centers)."""
+    """Return squared distances, of shape (points, centers)."""
     return np.square(points[:, None] - centers[None]).sum(axis=2)

@@ -1,13 +1,14 @@
-"""The constants of the model, for a communicator's own route.
+"""Measure the constants of the model on a communicator's own route.
 
-  1. time: rounds of collectives on synthetic buffers, in two sizes. Encoded ones tell what codecs
-     cost; exact ones of as many bytes, alone and several in flight, what the link costs, and what
-     processor time it takes to move them
-  2. fit: the least time of each over the rounds, as a constant and a slope
-  3. agree: the largest of each constant over the ranks, by one exact collective
+  1. Time: rounds of collectives on synthetic buffers of two sizes. Encoded ones give the costs of
+     the codec. Exact ones with as many bytes, alone and several in flight, give the costs of the
+     link and the processor time to move the bytes.
+  2. Fit: a constant and a slope through the minimum over the rounds.
+  3. Agree: the largest of each constant over the ranks, by one exact collective.
 
-What several messages in flight take each occupies the link. What one takes beyond that is latency,
-during which others travel. To call latency occupation would merge far too much.
+The time per message with several in flight is the occupation of the link. The rest of the time of
+a single message is latency, in which other messages can travel. If latency counted as occupation,
+plans would merge far too much.
 """
 
 import math
@@ -26,9 +27,9 @@ from cgx_ops.config import Config
 from cgx_ops.errors import InvalidArgument
 from cgx_ops.planner.model import Costs
 
-_SECONDS = 0.6  # after which no round begins,
-_FEWEST_ROUNDS, _MOST_ROUNDS = 3, 30  # but for the first ones: a single one may be disturbed
-_VALUES = (32 * 1024, 512 * 1024)  # of the messages: 17 and 264 KB in 4 bits
+_SECONDS = 0.6  # no round starts after this time,
+_FEWEST_ROUNDS, _MOST_ROUNDS = 3, 30  # except the first three: one alone may be disturbed
+_VALUES = (32 * 1024, 512 * 1024)  # per message: 17 and 264 KB in 4 bits
 _IN_FLIGHT = 6
 _NAME = "cgx_ops.planner"
 
@@ -38,23 +39,32 @@ _EXACT = Config(bits=EXACT_BITS)
 def measure(
     communicator: Communicator, config: Config | None = None, *, spare_processors: bool = False
 ) -> Costs:
-    """Return what messages cost among these ranks, the same on all of them.
+    """Return the costs of messages among these ranks, equal on all ranks.
 
-    Collective: every rank calls it, while nothing else runs on the communicator. It takes about a
-    second, more on links below 100 Mbit/s: in 4 bits a round moves 2.3 MB, and there are three.
+    All ranks must call it, while nothing else uses the communicator. It takes about a second, and
+    more on links below 100 Mbit/s: it needs at least three rounds of 2.3 MB (in 4 bits).
 
     Args:
-        communicator: whose route is measured, with the algorithm that the config chooses.
-        config: how values travel; None: Config(). Values are float32.
-        spare_processors: whether gradients are computed elsewhere, on a GPU or on processors that
-            neither encode nor send, so that messages take nothing from the backward pass.
+        communicator: The ranks. Their route is measured with the algorithm of the config.
+        config: The compression of float32 values; None: `Config()`.
+        spare_processors: Whether a GPU, or processors that neither encode nor send, compute the
+            gradients. If so, messages do not delay the backward pass.
 
     Returns:
-        Costs, of which link_per_byte is of the bytes of encoded_bytes(). In 32 bits the time to sum
-        is with the link's, and encoding and decoding are free.
+        The costs. `link_per_byte` refers to encoded bytes. In 32 bits, encoding and decoding cost
+        nothing, and the sum is part of the link's costs.
 
     Raises:
-        CgxError: see Communicator.
+        CgxError: See Communicator.
+
+    Example:
+        >>> from cgx_ops import Communicator, Config
+        >>> from cgx_ops.planner import measure
+        >>> [comm] = Communicator.local(1)  # in training: cgx_ops.init()
+        >>> costs = measure(comm, Config(bits=4))
+        >>> costs.encode_per_value >= 0
+        True
+        >>> comm.close()
     """
     config = Config() if config is None else config
     rounds = _timed_rounds(communicator, config)
@@ -71,29 +81,36 @@ def ready_times(
     *,
     begins: npt.ArrayLike | None = None,
 ) -> list[float]:
-    """Return when each tensor's gradient is ready, the same on all ranks.
-
-    Collective. Warm-up steps are not to be among the arrivals.
+    """Return when each tensor's gradient is ready, equal on all ranks. All ranks must call it.
 
     Args:
-        communicator: of the ranks that will share a plan.
-        arrivals: seconds, shape (steps, tensors): when each gradient was there, in any clock that
-            runs through a step.
-        begins: seconds, shape (steps,): when each backward pass began, in that clock. None: with
-            its first arrival, which changes no plan, but the times that finish() foresees.
+        communicator: The ranks that will share a plan.
+        arrivals: Array of shape (steps, tensors): when each gradient was ready, in seconds of any
+            clock. Leave out warm-up steps.
+        begins: Array of shape (steps,): when each backward pass began, in seconds of the same
+            clock. None: at its first arrival. This changes the times that finish() predicts, but no
+            plan.
 
     Returns:
-        For each tensor, seconds after the begin of its step: the median over steps, the largest
-        over ranks.
+        Seconds after the begin of the backward pass, for each tensor: the median over steps, the
+        largest over ranks.
 
     Raises:
-        InvalidArgument: another shape, no step, or times that are not finite.
-        MismatchError: ranks have different numbers of tensors.
+        InvalidArgument: A shape is wrong, there is no step, or a time is not finite.
+        MismatchError: The ranks have different numbers of tensors.
+
+    Example:
+        >>> from cgx_ops import Communicator
+        >>> from cgx_ops.planner import ready_times
+        >>> [comm] = Communicator.local(1)
+        >>> ready_times(comm, [[2.5, 1.25], [12.5, 11.25]], begins=[1.0, 11.0])
+        [1.5, 0.25]
+        >>> comm.close()
     """
     times = np.asarray(arrivals, np.float64)
     if times.ndim != 2 or not times.size or not np.isfinite(times).all():
         raise InvalidArgument(
-            f"arrivals have shape {times.shape}; they must be finite times of (steps, tensors)"
+            f"arrivals have shape {times.shape}; they must be finite times, (steps, tensors)"
         )
     first = times.min(axis=1) if begins is None else np.asarray(begins, np.float64)
     if first.shape != times.shape[:1] or not (first <= times.min(axis=1)).all():
@@ -108,15 +125,15 @@ def ready_times(
 
 
 class _Times(NamedTuple):
-    """Seconds, each for the smaller and the larger size.
+    """Seconds of one round, each for the smaller and the larger buffer.
 
     Attributes:
-        compute: of an encoded collective, inside the algorithm on this rank.
-        encode: of the codec alone.
-        decode: of the codec alone.
-        alone: of an exact collective of as many bytes.
-        together: of each of several of those in flight.
-        moving: of the processor, by each of those in flight.
+        compute: Time of an encoded collective inside the algorithm on this rank.
+        encode: Time of encoding alone.
+        decode: Time of decoding alone.
+        alone: Time of one exact collective with as many bytes.
+        together: Time per exact collective with several in flight.
+        moving: Processor time of each of those.
     """
 
     compute: tuple[float, float]
@@ -128,7 +145,7 @@ class _Times(NamedTuple):
 
 
 def _timed_rounds(communicator: Communicator, config: Config) -> list[_Times]:
-    """Time rounds until all ranks, together, find that it is enough."""
+    """Time rounds until all ranks have enough."""
     random = np.random.default_rng(0)
     buffers = [random.standard_normal(count).astype(np.float32) for count in _VALUES]
     same_bytes = [
@@ -172,7 +189,7 @@ def _timed_rounds(communicator: Communicator, config: Config) -> list[_Times]:
         (small, small_moving), (large, large_moving) = found
         return (small, large), (small_moving, large_moving)
 
-    for buffer in (buffers[0], same_bytes[0]):  # connections, and memory that is taken once
+    for buffer in (buffers[0], same_bytes[0]):  # opens connections and allocates memory
         reduce(buffer, config)
         reduce(buffer, exact, _IN_FLIGHT)
     rounds: list[_Times] = []
@@ -203,10 +220,10 @@ def _seconds(call: Callable[[], object]) -> float:
 
 
 def _fitted(least: npt.NDArray[np.float64], ranks: int, config: Config) -> Costs:
-    """Return the costs that explain the least times, shape (kinds of _Times, sizes)."""
+    """Return the costs that explain the shortest times, of shape (kinds of _Times, sizes)."""
     times = _Times(*least)
     sizes = [encoded_bytes(count, config) for count in _VALUES]
-    # Several in flight wait once for the latency: k * together = latency + k * occupied.
+    # Several in flight have the latency only once: k * together = latency + k * occupied.
     occupied = [
         max(0.0, (_IN_FLIGHT * each - one) / (_IN_FLIGHT - 1))
         for one, each in zip(times.alone, times.together, strict=True)
@@ -216,7 +233,7 @@ def _fitted(least: npt.NDArray[np.float64], ranks: int, config: Config) -> Costs
     codec_fixed, codec_per_value = (
         _line(_VALUES, times.compute) if config.bits != EXACT_BITS else (0.0, 0.0)
     )
-    # A rank encodes its values, adds up its shard of those of the others, decodes the result.
+    # A rank encodes its values, sums its shard of the others' values, and decodes the result.
     encode = _line(_VALUES, times.encode)[1]
     decode = _line(_VALUES, times.decode)[1] * (2 - 1 / ranks)
     share = encode / (encode + decode) if encode + decode else 0.5
@@ -235,7 +252,7 @@ def _fitted(least: npt.NDArray[np.float64], ranks: int, config: Config) -> Costs
 
 
 def _line(at: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
-    """Return the constant and the slope, each >= 0, of a line through two points."""
+    """Return the constant and the slope, both >= 0, of the line through two points."""
     slope = max(0.0, (seconds[1] - seconds[0]) / (at[1] - at[0]))
     return max(0.0, seconds[0] - slope * at[0]), slope
 
@@ -244,6 +261,6 @@ def _line(at: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
 
 
 def largest(communicator: Communicator, values: npt.ArrayLike) -> npt.NDArray[np.float64]:
-    """Return each value's largest over the ranks, rounded to float32: the same on all of them."""
+    """Return the largest of each value over the ranks, rounded to float32."""
     mine = np.asarray(values, np.float32)
     return communicator.allreduce(mine, "max", _EXACT, name=f"{_NAME}/agree").astype(np.float64)

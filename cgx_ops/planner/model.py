@@ -1,22 +1,23 @@
-"""When a step's last gradient is there: the model that plans are made by.
+"""The model behind plans: when the last gradient of a step is reduced.
 
-A message passes three resources one after the other: encoding, the link, decoding. Each serves one
-message at a time, in order, while the others work on other messages. What a message of n values and
-s bytes takes of them:
+A message passes three resources one after the other: encoding, the link, decoding. Each resource
+serves one message at a time, in order, while the others work on other messages. A message of n
+values and s bytes takes these times:
 
     encode_fixed + encode_per_value * n        link_fixed + link_per_byte * s
     decode_fixed + decode_per_value * n
 
-The form is that of MergeComp and Cupcake, which know one resource for both codec and link; with
-three, encoding hides behind sending. A latency delays every message, and holds up none behind it.
+MergeComp and Cupcake use the same form with one resource for codec and link. With three, encoding
+overlaps sending. The latency delays each message, but blocks no other message.
 
-Where gradients are computed on the processors that encode and send, a message also takes
+If the processors that encode and send also compute the gradients, a message takes
 
     processor_fixed + processor_per_value * n
 
-from the backward pass: all gradients that become ready later than its own are late by that.
+from the backward pass: all gradients that become ready after its own are late by that time.
 
-Inside, times are whole femtoseconds: sums are exact, so that equal plans tie on every machine.
+Internally, times are integers in femtoseconds. Their sums are exact, so all machines break ties
+between equal plans in the same way.
 """
 
 import math
@@ -27,28 +28,34 @@ from typing import NamedTuple
 from cgx_ops.errors import InvalidArgument
 
 TICKS = 10**15  # of a second
-_MOST = 2**62  # ticks, which int64 holds: over an hour
+_MOST = 2**62  # ticks: over an hour, and less than the largest int64
 
 
 @dataclass(frozen=True)
 class Costs:
-    """What messages cost on one route, in seconds: each >= 0.
+    """The costs of a message on one route, in seconds; each is >= 0.
 
-    Attributes:
-        encode_fixed: of a message, on the processor, before it can be sent.
-        encode_per_value: of each of its values.
-        link_fixed: of a message: time in which the link can serve no other.
-        link_per_byte: of each byte of the encoded message. An allreduce among W ranks moves
-            2(W-1)/W times as many, which is in here.
-        decode_fixed: of a message, on the processor, after it came.
-        decode_per_value: of each of its values.
-        latency: from sending until it is there, beyond what occupies the link.
-        processor_fixed: of a message: by how much it delays the backward pass. 0 where a GPU, or
-            other processors, compute gradients.
-        processor_per_value: of each of its values.
+    Args:
+        encode_fixed: Time on the processor before a message can be sent.
+        encode_per_value: The same, for each of its values.
+        link_fixed: Time in which the link serves only this message.
+        link_per_byte: The same, for each byte of the encoded message. It includes the factor
+            2(W-1)/W of an allreduce among W ranks.
+        decode_fixed: Time on the processor after the message has arrived.
+        decode_per_value: The same, for each of its values.
+        latency: Time from sending to arrival in which the link can serve other messages.
+        processor_fixed: Time by which a message delays the backward pass. 0 if a GPU, or other
+            processors, compute the gradients.
+        processor_per_value: The same, for each of its values.
 
     Raises:
-        InvalidArgument: a cost is negative or not finite.
+        InvalidArgument: A cost is negative or not finite.
+
+    Example:
+        >>> from cgx_ops.planner import Costs
+        >>> gigabit = Costs(link_per_byte=8e-9, latency=1e-4)
+        >>> gigabit.encode_fixed
+        0.0
     """
 
     encode_fixed: float = 0.0
@@ -66,12 +73,12 @@ class Costs:
             seconds = getattr(self, field.name)
             if not 0 <= seconds < math.inf:
                 raise InvalidArgument(
-                    f"Costs.{field.name} is {seconds!r}; it must be a number of seconds >= 0"
+                    f"Costs.{field.name} is {seconds!r}; it must be a finite number of seconds >= 0"
                 )
 
 
 class Ticks(NamedTuple):
-    """Costs in whole femtoseconds; fields as in Costs."""
+    """Costs in whole femtoseconds, with the fields of Costs."""
 
     encode_fixed: int
     encode_per_value: int
@@ -90,17 +97,17 @@ class Ticks(NamedTuple):
 
 
 def ticks(seconds: float) -> int:
-    """Return seconds in whole femtoseconds; of more than a step may take, the most."""
+    """Return seconds in whole femtoseconds, at most the longest step."""
     return round(min(seconds * TICKS, _MOST))
 
 
 class Tensors(NamedTuple):
-    """Tensors of a step, checked: as many entries in each list.
+    """The checked tensors of a step; all lists have the same length.
 
     Attributes:
-        numels: values of each.
-        ready: ticks from the start of the backward pass until its gradient is there.
-        bytes: of each, encoded.
+        numels: Values of each tensor.
+        ready: Ticks from the start of the backward pass until each gradient is ready.
+        bytes: Encoded bytes of each tensor.
     """
 
     numels: list[int]
@@ -118,8 +125,9 @@ class Tensors(NamedTuple):
         """Return the tensors.
 
         Raises:
-            InvalidArgument: lists of different lengths, a negative entry, more than 2^62 values or
-                bytes in all, or a step of over an hour, which is surely a mistake in a unit.
+            InvalidArgument: The lists have different lengths, an entry is negative, there are more
+                than 2^62 values or bytes, or the step takes over an hour, which must be a wrong
+                unit.
         """
         if not len(numels) == len(ready) == len(bytes):
             raise InvalidArgument(
@@ -143,19 +151,25 @@ class Tensors(NamedTuple):
         if total >= _MOST:
             raise InvalidArgument(
                 f"these tensors would take {total / TICKS:.3g} s or more; a step must take less "
-                f"than {_MOST // TICKS} s: costs and ready times are in seconds"
+                f"than {_MOST // TICKS} s: check that costs and ready times are in seconds"
             )
         return found
 
 
 class Passage(NamedTuple):
-    """A message on its way, in seconds from the start of the backward pass; parts as begin and end.
+    """The times of one message, in seconds from the start of the backward pass.
 
-    Attributes:
-        ready: when the last of its gradients is there, by as much late as earlier messages hold up.
-        encode: while it has the encoder.
-        link: while it has the link.
-        decode: while it has the decoder, after the latency.
+    Args:
+        ready: When the last of its gradients is ready, including delays by earlier messages.
+        encode: Begin and end of encoding.
+        link: Begin and end of its use of the link.
+        decode: Begin and end of decoding, after the latency.
+
+    Example:
+        >>> from cgx_ops.planner import Costs, timeline
+        >>> [message] = timeline([[0]], [1000], [0.5], [4000], Costs(link_per_byte=1e-4))
+        >>> message.ready, message.link
+        (0.5, (0.5, 0.9))
     """
 
     ready: float
@@ -174,18 +188,26 @@ def finish(
     """Return when the last gradient of a step is reduced and decoded.
 
     Args:
-        groups: tensors that share a message, by their numbers; messages are sent in this order.
+        groups: Indices of the tensors of each message, in the order in which messages are sent.
             Each tensor is in one group.
-        numels: values of each tensor.
-        ready: seconds from the start of the backward pass until each tensor's gradient is there.
-        bytes: of each tensor, encoded.
-        costs: of a message.
+        numels: Values of each tensor.
+        ready: Seconds from the start of the backward pass until each gradient is ready.
+        bytes: Encoded bytes of each tensor.
+        costs: Costs of a message.
 
     Returns:
         Seconds from the start of the backward pass; 0 without tensors.
 
     Raises:
-        InvalidArgument: a tensor is in no group or in several, a group is empty; see Tensors.
+        InvalidArgument: A tensor is in no group or in several, a group is empty, the lists have
+            different lengths, or a value is out of its range.
+
+    Example:
+        >>> from cgx_ops.planner import Costs, finish
+        >>> costs = Costs(link_fixed=0.1, link_per_byte=1e-4)
+        >>> tensors = [1000, 1000], [0.2, 0.1], [4000, 4000]  # numels, ready, bytes
+        >>> finish([[1], [0]], *tensors, costs), finish([[1, 0]], *tensors, costs)
+        (1.1, 1.1)
     """
     messages = timeline(groups, numels, ready, bytes, costs)
     return messages[-1].decode[1] if messages else 0.0
@@ -198,14 +220,32 @@ def timeline(
     bytes: Sequence[int],  # noqa: A002  (the name of the quantity)
     costs: Costs,
 ) -> list[Passage]:
-    """Return how each message of a step passes encoder, link and decoder, in seconds.
+    """Return the times of each message of a step; see finish(), which is the end of the last one.
 
-    Args and errors: see finish(), which is the end of the last one.
+    Args:
+        groups: See finish().
+        numels: See finish().
+        ready: See finish().
+        bytes: See finish().
+        costs: See finish().
+
+    Returns:
+        A Passage for each group.
+
+    Raises:
+        InvalidArgument: See finish().
+
+    Example:
+        >>> from cgx_ops.planner import Costs, timeline
+        >>> costs = Costs(encode_per_value=1e-4, link_per_byte=1e-4)
+        >>> first, second = timeline([[1], [0]], [1000, 1000], [0.2, 0.1], [4000, 4000], costs)
+        >>> first.encode, first.link, second.link
+        ((0.1, 0.2), (0.2, 0.6), (0.6, 1.0))
     """
     tensors = Tensors.checked(numels, ready, bytes, costs)
     if sorted(i for group in groups for i in group) != list(range(len(numels))):
         raise InvalidArgument(
-            f"the groups have the tensors {[list(group) for group in groups]}; each of the "
+            f"the groups are {[list(group) for group in groups]}; each of the "
             f"{len(numels)} tensors must be in one group"
         )
     if not all(groups):
@@ -221,11 +261,11 @@ def timeline(
 
 
 def finish_ticks(groups: Sequence[Sequence[int]], tensors: Tensors, each: Ticks) -> int:
-    """Return what finish() does, in ticks, of arguments that were checked."""
+    """Return finish() in ticks, for checked arguments."""
     return max((decode[1] for *_, decode in _passages(groups, tensors, each)), default=0)
 
 
-_Part = tuple[int, int]  # of a passage: its begin and its end
+_Part = tuple[int, int]  # begin and end of a part of a passage
 
 
 def _passages(

@@ -1,18 +1,18 @@
-"""Which tensors share a message: the groups with which a step ends earliest under the model.
+"""Group tensors into messages so that a step ends as early as possible under the model.
 
-  1. order: tensors as their gradients become ready; neighbours are merged if there are too many
-  2. search: for the first j tensors, every way to group them that may still be part of the best;
-     then back from the best way for all of them
+  1. Order the tensors by readiness, and merge neighbours if there are too many.
+  2. Search: for the first j tensors, find all groupings that may be part of the best one. Then
+     walk back from the best grouping of all tensors.
 
-Many tensors are searched in rounds. In the first, neighbours are merged until there are 100; each
-later one has more of them, and looks only for what ends a thousandth earlier. There is hardly ever
-such a way, and to find that out takes a hundredth of the time that the best one would.
+With many tensors the search has rounds. The first round merges neighbours until there are 100.
+Later rounds have more tensors, and search only for groupings that end a thousandth earlier. Such a
+grouping hardly ever exists, and to find that out takes a hundredth of the time of a full search.
 
-MergeComp cuts once, Cupcake's recursion keeps one way for each j. With several resources that is
-not enough: a later group may prefer the way that freed the encoder early, although the link was
-freed late. So all ways are kept of which no other is better in everything (a Pareto front): when
-the encoder, the link and the decoder are free, and how many groups there are. (How late gradients
-become by what messages take from the backward pass follows from the last.)
+MergeComp makes one cut; Cupcake's recursion stores one grouping for each j. That is not optimal
+with several resources: a later group may need a grouping that frees the encoder early although it
+frees the link late. So this search stores the Pareto front: all groupings that no other one beats
+in all of these: when the encoder, the link and the decoder are free, and the number of groups. (The
+delay of gradients by earlier messages follows from the number of groups.)
 """
 
 from collections.abc import Sequence
@@ -22,8 +22,8 @@ import numpy.typing as npt
 
 from cgx_ops.planner.model import Costs, Tensors, Ticks
 
-ROUNDS = (100, 200, 400)  # tensors that are searched at most
-_EARLIER = 0.001  # a share of the finish
+ROUNDS = (100, 200, 400)  # largest number of tensors in each round
+_EARLIER = 0.001  # share of the finish
 
 _Times = npt.NDArray[np.int64]
 
@@ -36,29 +36,37 @@ def partition(
 ) -> list[list[int]]:
     """Return the groups of tensors with the earliest finish(), contiguous in order of readiness.
 
-    The answer depends on the arguments alone, to the bit: ranks that have the same ones need not
-    talk. Of up to 100 tensors no grouping ends earlier, and of those that end equally early it is
-    one with the fewest groups. Of up to 400 none ends earlier by more than a thousandth. Above,
-    neighbours are merged beforehand to at most 1/200 of the bytes each (or one tensor), and the
-    same holds for what is left.
+    The result depends only on the arguments, to the bit. Ranks with equal arguments need not
+    communicate. For up to 100 tensors no grouping ends earlier, and ties go to the fewest groups.
+    For up to 400 tensors no grouping ends earlier by more than a thousandth. More tensors are first
+    merged with neighbours into units of at most 1/200 of the bytes (or one tensor).
 
     Args:
-        numels: values of each tensor.
-        ready: seconds from the start of the backward pass until each tensor's gradient is there,
-            in any order.
-        bytes: of each tensor, encoded.
-        costs: of a message.
+        numels: Values of each tensor.
+        ready: Seconds from the start of the backward pass until each gradient is ready, in any
+            order.
+        bytes: Encoded bytes of each tensor.
+        costs: Costs of a message.
 
     Returns:
-        Lists of the tensors' numbers, in the order in which the messages start.
+        Lists of indices of tensors, in the order in which the messages start.
 
     Raises:
-        InvalidArgument: see Tensors.checked.
+        InvalidArgument: The lists have different lengths, or a value is out of its range.
+
+    Example:
+        >>> from cgx_ops.planner import Costs, partition
+        >>> numels = [1000, 1000, 1000]
+        >>> ready = [0.3, 0.2, 0.1]
+        >>> partition(numels, ready, [500] * 3, Costs(link_fixed=1.0, link_per_byte=1e-6))
+        [[2, 1, 0]]
+        >>> partition(numels, ready, [500] * 3, Costs(link_fixed=0.01, link_per_byte=1e-4))
+        [[2], [1], [0]]
     """
     tensors, each = Tensors.checked(numels, ready, bytes, costs), Ticks.of(costs)
     order = by_readiness(ready)
     groups: list[list[int]] = []
-    enough = None  # the first round finds the best there is
+    enough = None  # the first round finds the optimum
     for most in ROUNDS:
         units = merged(order, tensors.bytes, most)
         joined = Tensors(
@@ -79,15 +87,15 @@ def partition(
 
 
 def by_readiness(ready: Sequence[float]) -> list[int]:
-    """Return the numbers of the tensors in the order in which they become ready."""
+    """Return the indices of the tensors in the order in which they become ready."""
     return sorted(range(len(ready)), key=lambda i: (ready[i], i))
 
 
 def merged(order: Sequence[int], bytes: Sequence[int], most: int) -> list[list[int]]:  # noqa: A002
-    """Return tensors one by one, or neighbours together where there are more than `most`."""
+    """Return each tensor alone, or neighbours merged if there are more than `most`."""
     if len(order) <= most:
         return [[i] for i in order]
-    # Two neighbouring units exceed the limit, or they were one: so there are `most` at most.
+    # Two neighbouring units together exceed the limit, so there are at most `most` units.
     limit = 2 * sum(bytes) / (most - 1)
     units: list[list[int]] = []
     size = 0
@@ -113,12 +121,12 @@ def _groups(units: list[list[int]], cuts: list[int]) -> list[list[int]]:
 
 
 def _best(tensors: Tensors, each: Ticks, enough: int | None) -> "_Ways | None":
-    """Return ways with the best one that ends at `enough` ticks or earlier, if there is one."""
+    """Return the search result if a grouping ends at `enough` ticks or earlier, else None."""
     if not tensors.numels:
         return None
     if enough is None:
-        # Cupcake's recursion, which keeps one way for each j, is near the best. What ends later
-        # than that need not be looked at: it leaves a few ways of many thousands.
+        # Cupcake's recursion, with one grouping for each j, is near the optimum. Its finish
+        # bounds the search: of many thousands of groupings only a few end earlier.
         good = _Ways(tensors, each)
         good.search(width=1)
         enough = good.finish()
@@ -128,12 +136,13 @@ def _best(tensors: Tensors, each: Ticks, enough: int | None) -> "_Ways | None":
 
 
 class _Ways:
-    """Ways to group the first tensors, as far as they may become the best for all.
+    """Groupings of the first tensors that may be part of the best grouping of all.
 
     Attributes:
-        rows: of each way: when encoder, link and decoder are free (ticks), and its groups.
-        ends: how many tensors it has grouped.
-        sources: the way that it is with one group more; -1 for the way without any.
+        rows: By grouping: when encoder, link and decoder are free (ticks), and the number of
+            groups.
+        ends: How many tensors each grouping contains.
+        sources: The grouping that each one extends by one group; -1 for the empty grouping.
     """
 
     def __init__(self, tensors: Tensors, each: Ticks, enough: int | None = None) -> None:
@@ -145,7 +154,7 @@ class _Ways:
         self.ends, self.sources = np.zeros(1, np.int64), np.full(1, -1)
 
     def search(self, width: int | None = None) -> None:
-        """Find the ways for more and more tensors, `width` for each number of them, or all."""
+        """Find groupings of more and more tensors; at most `width` for each number of them."""
         for end in range(1, self.count + 1):
             new, finish = self._longer(end)
             useful = np.arange(len(new))
@@ -157,10 +166,10 @@ class _Ways:
             self.sources = np.concatenate([self.sources, kept])
 
     def _longer(self, end: int) -> tuple[_Times, _Times]:
-        """Return each way with one group more, up to tensor `end`.
+        """Return each grouping extended by one group, up to tensor `end`.
 
         Returns:
-            Rows, and when the last tensor of all is decoded at the earliest.
+            Rows, and the earliest time at which the last of all tensors is decoded.
         """
         new = np.empty_like(self.rows)
         latency = self.each.latency
@@ -188,7 +197,7 @@ class _Ways:
         return new, np.maximum(finish, new[:, 0] + self._encode(*rest) + after_encode)
 
     def _late(self, rows: _Times, end: _Times | int) -> _Times:
-        """Return by how much these ways' messages, up to tensor `end`, delay what follows."""
+        """Return the delay that the messages of these groupings, up to `end`, cause."""
         return (
             self.each.processor_fixed * rows[:, 3]
             + self.each.processor_per_value * self.values[end]
@@ -208,20 +217,20 @@ class _Ways:
         return self.each.decode_fixed + self.each.decode_per_value * values
 
     def complete(self) -> bool:
-        """Tell whether there is a way for all tensors."""
+        """Return whether there is a grouping of all tensors."""
         return bool(self.ends[-1] == self.count)
 
     def finish(self) -> int:
-        """Return when the best way for all tensors ends, in ticks."""
+        """Return when the best grouping of all tensors ends, in ticks."""
         return int(self.rows[self._best(), 2])
 
     def cuts(self) -> list[int]:
-        """Walk back from the best way; return where its groups begin, but for the first."""
+        """Walk back from the best grouping; return where its groups begin, without the first."""
         way, starts = self._best(), []
         while self.ends[way] > 0:
             way = self.sources[way]
             starts.append(int(self.ends[way]))
-        return starts[-2::-1]  # from the front, and without the 0
+        return starts[-2::-1]  # in rising order, without the 0
 
     def _best(self) -> int:
         complete = np.flatnonzero(self.ends == self.count)
@@ -229,14 +238,16 @@ class _Ways:
 
 
 def _front(rows: _Times, width: int | None) -> npt.NDArray[np.int64]:
-    """Return the numbers of rows of which no other is at most as large in every column.
+    """Return the indices of the rows on the Pareto front.
 
-    width: so many of them at most, those where the link is free first.
+    Args:
+        rows: Rows of _Ways.
+        width: Return at most so many rows, those with the earliest free link first; None: all.
     """
     order = np.lexsort((rows[:, 3], rows[:, 2], rows[:, 0], rows[:, 1]))
     front: list[int] = []
     while len(order) and len(front) != width:
-        # What is better than the first would come before it.
+        # No row after the first dominates it, because of the order.
         front.append(order[0])
         order = order[(rows[order] < rows[order[0]]).any(axis=1)]
     return np.array(front, np.int64)

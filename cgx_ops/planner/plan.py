@@ -1,4 +1,4 @@
-"""A plan: tensors by name, their bits, and which of them share a message."""
+"""A plan: the tensors of a model by name, their bits, and which of them share a message."""
 
 import json
 import math
@@ -24,17 +24,33 @@ _NAME = "cgx_ops.planner.plan"
 
 @dataclass(frozen=True)
 class Plan:
-    """How the tensors of a model travel. Frozen, comparable and hashable.
+    """The groups and bits of a model's tensors. Frozen, comparable and hashable.
+
+    Plan.of() computes the groups.
+
+    Args:
+        names: Names of the tensors, each once.
+        numels: Values of each tensor.
+        bits: Bits of each tensor.
+        groups: Indices of the tensors that share a message, in the order in which messages start.
+            Each tensor is in one group.
 
     Attributes:
-        names: of the tensors, each once.
-        numels: values of each.
-        bits: of each.
-        groups: numbers of the tensors that share a message, in the order in which messages start;
-            each tensor is in one.
+        names: See above.
+        numels: See above.
+        bits: See above.
+        groups: See above.
 
     Raises:
-        InvalidArgument: these do not fit together; it says which.
+        InvalidArgument: The arguments are inconsistent, or a value is out of its range.
+
+    Example:
+        >>> from cgx_ops.planner import Costs, Plan
+        >>> numels = {"weight": 1_000_000, "bias": 1000}
+        >>> costs = Costs(link_fixed=1e-3, link_per_byte=8e-9)
+        >>> plan = Plan.of(numels, ready=[0.1, 0.1], costs=costs)
+        >>> plan.groups, plan.bits
+        (((0, 1),), (4, 4))
     """
 
     names: tuple[str, ...]
@@ -46,15 +62,15 @@ class Plan:
         count = len(self.names)
         if not count == len(self.numels) == len(self.bits):
             raise InvalidArgument(
-                f"a plan has {count} names, {len(self.numels)} numels and {len(self.bits)} bits; "
+                f"the plan has {count} names, {len(self.numels)} numels and {len(self.bits)} bits; "
                 "there must be one of each for every tensor"
             )
         for name in self.names:
             if not isinstance(name, str):
-                raise InvalidArgument(f"a plan has the name {name!r}; names must be text")
+                raise InvalidArgument(f"the plan has the name {name!r}; names must be strings")
         if len(set(self.names)) < count:
             twice = next(name for name in self.names if self.names.count(name) > 1)
-            raise InvalidArgument(f"a plan has two tensors with the name {twice!r}")
+            raise InvalidArgument(f"the plan has two tensors with the name {twice!r}")
         for field, values in (
             ("names", tuple(self.names)),
             ("numels", _integers("numels", self.numels, 0, 2**63 - 1)),
@@ -65,10 +81,10 @@ class Plan:
         if sorted(self.order) != list(range(count)) or not all(self.groups):
             raise InvalidArgument(
                 f"the groups of a plan are {[list(group) for group in self.groups]}; each of its "
-                f"{count} tensors must be in one group, and no group empty"
+                f"{count} tensors must be in one group, and no group may be empty"
             )
         for bits in {*self.bits}:
-            Config(bits=bits)  # checks them
+            Config(bits=bits)  # checks the bits
 
     @classmethod
     def of(
@@ -81,30 +97,30 @@ class Plan:
         bits: Sequence[int] | None = None,
         margin: float = 1.25,
     ) -> Self:
-        """Return the plan with the earliest end under the model, see partition().
+        """Return the plan with the earliest end under the model; see partition().
 
-        With costs that are exactly right, the best groups end a message just before the next one
-        is ready, and one that takes a little longer holds up all that follow. So groups are made
-        for somewhat larger costs. For ResNet-50's sizes, from 100 Mbit/s to 10 Gbit/s, that loses
-        1 % on average (8 % at most) where costs are right, and gains 3 % (19 % at most) where they
-        are 25 % larger; measured ones are those of quiet moments.
+        With costs that are exactly right, the best groups end a message just before the next one is
+        ready. Then one slow message delays all others. So the groups are made for somewhat larger
+        costs (`margin`).
 
         Args:
-            numels: values of each tensor, by name.
-            ready: seconds until each tensor's gradient is ready, in the same order.
-            costs: of a message, as measure() returns them.
-            config: its bucket_size, and compressor, make the bytes; its bits are those of all
-                tensors, unless there are `bits`. None: Config().
-            bits: of each tensor, as allocate_bits() returns them.
-            margin: costs are multiplied by it, at least 1; 1: they are right.
+            numels: Values of each tensor, by name.
+            ready: Seconds until each gradient is ready, in the same order.
+            costs: Costs of a message, as measure() returns them.
+            config: Its compressor and bucket_size determine the bytes; its bits are those of all
+                tensors, unless `bits` is given. None: `Config()`.
+            bits: Bits of each tensor, as allocate_bits() returns them.
+            margin: Factor of the costs, at least 1; 1 means that the costs are exact.
 
         Raises:
-            InvalidArgument: the margin is less than 1; see Plan and partition().
+            InvalidArgument: The margin is less than 1; see also Plan and partition().
         """
         config = Config() if config is None else config
         each = [config.bits] * len(numels) if bits is None else list(bits)
         if len(each) != len(numels):
-            raise InvalidArgument(f"there are {len(each)} bits and {len(numels)} tensors")
+            raise InvalidArgument(
+                f"there are {len(each)} bits for {len(numels)} tensors; give one entry each"
+            )
         counts = list(numels.values())
         sizes = [
             encoded_bytes(n, config.with_own(bits=b)) for n, b in zip(counts, each, strict=True)
@@ -117,7 +133,7 @@ class Plan:
 
     @property
     def order(self) -> list[int]:
-        """The tensors' numbers, in the order in which they are sent."""
+        """The indices of the tensors, in the order in which they are sent."""
         return [i for group in self.groups for i in group]
 
     @property
@@ -126,10 +142,17 @@ class Plan:
         named = zip(self.names, self.bits, strict=True)
         return Rules((pattern_of(name), bits) for name, bits in named)
 
-    # ---- A file ----------------------------------------------------------------------------------
+    # ---- Files -----------------------------------------------------------------------------------
 
     def save(self, path: str | Path) -> None:
-        """Write the plan as JSON, for people too: a tensor a line."""
+        """Write the plan as JSON, one tensor per line.
+
+        Args:
+            path: The file.
+
+        Raises:
+            OSError: The file cannot be written.
+        """
         tensors = [
             json.dumps({"name": name, "numel": numel, "bits": bits})
             for name, numel, bits in zip(self.names, self.numels, self.bits, strict=True)
@@ -142,11 +165,14 @@ class Plan:
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """Read what save() wrote.
+        """Read a plan that save() wrote.
+
+        Args:
+            path: The file.
 
         Raises:
-            InvalidArgument: it is no plan.
-            OSError: it cannot be read.
+            InvalidArgument: The file is not a valid plan.
+            OSError: The file cannot be read.
         """
         try:
             fields = json.loads(Path(path).read_text())
@@ -161,34 +187,35 @@ class Plan:
             )
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise InvalidArgument(
-                f"{path} is no plan ({error}): give a file that Plan.save() wrote, of {_FORMAT!r}"
+                f"{path} is not a valid plan ({error}): pass a file that Plan.save() wrote, in the "
+                f"format {_FORMAT!r}"
             ) from None
 
     # ---- Agreement -------------------------------------------------------------------------------
 
     def agree(self, communicator: Communicator, *, name: str = _NAME) -> None:
-        """Require that all ranks have this plan.
+        """Check that all ranks have the same plan. All ranks must call it before they use the plan.
 
-        Collective: every rank calls it, with its own plan, before the plan is used. Without it a
-        rank with another plan waits for messages that nobody sends, until the deadline.
+        Without this check, a rank with another plan waits for messages that no rank sends, until
+        the timeout.
 
         Args:
-            communicator: the ranks.
-            name: matches the comparison with theirs, where threads make several in any order.
+            communicator: The ranks.
+            name: Name of the collective. Threads that compare several plans need different names.
 
         Raises:
-            MismatchError: on every rank; it names the first tensor, in the order of sending, that
-                differs, and what two ranks have there.
+            MismatchError: The plans differ. All ranks raise it; the message has the first tensor
+                that differs, in the order of sending, and its entries on two ranks.
         """
         require_same(
             "ranks have different plans",
             {f"tensor {place}": entry for place, entry in enumerate(self._entries())},
             lambda mine: exchange(mine, name, communicator),
-            "Give all ranks one plan: let rank 0 save it, and the others load it",
+            "Use one plan on all ranks: save it on rank 0, and load it on the others",
         )
 
     def _entries(self) -> list[str]:
-        """Return all that is said of each tensor, in the order of sending."""
+        """Return a description of each tensor, in the order of sending."""
         return [
             f"{self.names[i]!r} ({self.numels[i]} values, {self.bits[i]} bits, group {number})"
             for number, group in enumerate(self.groups)
@@ -197,7 +224,7 @@ class Plan:
 
 
 def _integers(field: str, values: Sequence[int], least: int, most: int) -> tuple[int, ...]:
-    """Return entries of a plan's field as Python's integers, which JSON knows."""
+    """Return the entries of a plan's field as Python integers."""
     return tuple(
         require_integer(f"a plan's {field}[{i}]", value, least, most)
         for i, value in enumerate(values)

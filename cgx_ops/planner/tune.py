@@ -1,18 +1,16 @@
-"""A plan that is tried: steps by a few plans, and costs that explain what they took.
+"""Tune a plan in real steps, and find the costs that explain them.
 
-measure() times messages alone. A framework adds its own: calls into Python, copies, memory that the
-kernel has to clear; and ranks that share processors hold each other up. Only a step tells. Phases:
+measure() times messages alone. A framework adds its own costs: calls into Python, copies, memory
+that the kernel clears. Ranks that share processors delay each other. Only real steps show this:
 
-  1. try     steps by the plan of measured costs, with one message, with one for each tensor, and in
-             DistributedDataParallel's buckets
-  2. explain the costs nearest to the measured ones that foresee these steps
-  3. again   the same plans, and that of the costs that were found; the fastest of all is kept, and
-             costs that explain all of these steps
+  1. Try steps with the plan of the measured costs, with one message, with one message per tensor,
+     and with DistributedDataParallel's buckets.
+  2. Find the costs nearest to the measured ones that predict these steps.
+  3. Try the same plans and the plan of the new costs; return the fastest plan, and the costs that
+     explain all steps.
 
-Plans are tried in turn, several times: their first steps are slower, and other work comes and goes.
-
-MergeComp times steps, too, and bisects on them for the best cut in two; here a few of them correct
-a model that knows the best of all groups.
+Each plan is tried several times, in turn, because first steps are slower, and other work on the
+machine varies. MergeComp also times steps: it bisects on them for the best cut in two.
 """
 
 import itertools
@@ -29,28 +27,35 @@ from cgx_ops.planner.measure import largest
 from cgx_ops.planner.model import Costs, Tensors, Ticks, finish_ticks, ticks
 from cgx_ops.planner.plan import Plan
 
-# Costs that are wrong by one factor, as far as steps can tell.
+# Each group of costs is multiplied by one factor; steps do not separate its members.
 _PARTS = (
     ("encode_fixed", "encode_per_value", "decode_fixed", "decode_per_value"),
     ("link_fixed", "link_per_byte", "latency"),
     ("processor_fixed",),
     ("processor_per_value",),
 )
-_ROUNDS = 3  # in which plans are tried in turn
-# Of the search, in powers of two: all of these, then smaller and smaller steps around the best.
+_ROUNDS = 3  # in each one, all plans are tried in turn
+# The search in powers of two: first all of _COARSE, then smaller steps around the best.
 _COARSE, _FINE = (0, 1, -1, 2, 3), (1 / 2, 1 / 4, 1 / 8, 1 / 16)
-# Steps that are foreseen 2 % better are worth costs that are off by a factor of two.
+# A 2 % better prediction of the steps is worth a factor of two in the costs.
 _FAITH = 0.02**2
 
 
 @dataclass(frozen=True)
 class Tuned:
-    """What was found.
+    """The result of tune().
 
-    Attributes:
-        plan: the fastest of those that were tried.
-        costs: that explain the steps.
-        tried: each plan with the seconds of a step: the median, the slowest rank's.
+    Args:
+        plan: The fastest plan that was tried.
+        costs: The costs that explain the steps.
+        tried: Each plan with the seconds of its step: the median, on the slowest rank.
+
+    Example:
+        >>> from cgx_ops.planner import Costs, Plan, Tuned
+        >>> plan = Plan(("weight",), (1000,), (4,), ((0,),))
+        >>> tuned = Tuned(plan, Costs(), ((plan, 0.25),))
+        >>> tuned.tried[0][1]
+        0.25
     """
 
     plan: Plan
@@ -69,25 +74,41 @@ def tune(
     config: Config | None = None,
     bits: Sequence[int] | None = None,
 ) -> Tuned:
-    """Return the plan that is the fastest in steps of the real training, the same on all ranks.
+    """Return the fastest plan in real training steps, equal on all ranks.
 
-    Collective: every rank calls it with the same arguments. At most five plans are tried, six times
-    each, the last one three times.
+    All ranks must call it with the same arguments. It tries at most five plans, six times each (the
+    last one three times).
 
     Args:
-        communicator: of the ranks that share the plan.
-        numels: values of each tensor, by name.
-        ready: seconds until each tensor's gradient is ready; see Plan.of().
-        costs: of a message, as measure() returns them.
-        seconds_of: trains a few steps by a plan and returns what one took on this rank: the median,
-            without those by which the plan comes into force (two after PlannedAllreduceState's
-            replan(); compiling, in JAX). Every rank calls it for the same plans.
-        before: seconds of such a step until its backward pass starts, for all ranks alike.
-        config: how values travel, and their bits; see Plan.of().
-        bits: of each tensor; see Plan.of().
+        communicator: The ranks that share the plan.
+        numels: Values of each tensor, by name.
+        ready: Seconds until each gradient is ready; see Plan.of().
+        costs: Costs of a message, as measure() returns them.
+        seconds_of: Function that trains a few steps with a plan and returns the seconds of one step
+            on this rank: the median, without steps before the plan applies (two after
+            PlannedAllreduceState.replan(), compilation in JAX). All ranks call it with the same
+            plans.
+        before: Seconds of such a step until its backward pass starts, equal on all ranks.
+        config: The compression and the bits; see Plan.of().
+        bits: Bits of each tensor; see Plan.of().
+
+    Returns:
+        The fastest plan, the costs that explain the steps, and all plans that were tried.
 
     Raises:
-        InvalidArgument: a step took no time, or less than `before`; see Plan.of().
+        InvalidArgument: A step took no time, or less than `before`; see also Plan.of().
+
+    Example:
+        >>> from cgx_ops import Communicator
+        >>> from cgx_ops.planner import Costs, tune
+        >>> [comm] = Communicator.local(1)
+        >>> costs = Costs(link_fixed=1e-3, link_per_byte=8e-9)
+        >>> def seconds_of(plan):  # in training: apply the plan, time a few steps
+        ...     return 0.01 + 0.001 * len(plan.groups)
+        >>> tuned = tune(comm, {"a": 10_000, "b": 20_000}, [0.002, 0.001], costs, seconds_of)
+        >>> len(tuned.plan.groups)  # one message is fastest
+        1
+        >>> comm.close()
     """
     config = Config() if config is None else config
 
@@ -106,13 +127,13 @@ def tune(
     samples: dict[Plan, list[float]] = {}
 
     def attempt(plans: Iterable[Plan]) -> dict[Plan, float]:
-        """Return the seconds of a step by each plan, all attempts so far together."""
+        """Return the seconds of a step with each plan, over all attempts so far."""
         for plan in [*plans] * _ROUNDS:
             (seconds,) = largest(communicator, [seconds_of(plan)]).tolist()
             if not before < seconds:
                 raise InvalidArgument(
-                    f"a step took {seconds:.3g} s, and {before:.3g} s before its backward pass: "
-                    "seconds_of returns the seconds of a whole step"
+                    f"a step took {seconds:.3g} s, but `before` is {before:.3g} s: "
+                    "seconds_of must return the seconds of a whole step"
                 )
             samples.setdefault(plan, []).append(seconds)
         return {plan: statistics.median(found) for plan, found in samples.items()}
@@ -136,16 +157,16 @@ def tune(
 def explained(
     steps: Sequence[tuple[Sequence[Sequence[int]], float]], tensors: Tensors, costs: Costs
 ) -> Costs:
-    """Return the costs that foresee steps best, among those that are near the given ones.
+    """Return the costs that predict steps best, among those near the given costs.
 
-    Codec, link, and both processor costs are each multiplied by a factor. A search finds the least
-    sum of the squares of how far steps are from what they took, and of how far the factors are from
-    1, in powers of two.
+    One factor each multiplies the costs of the codec, the costs of the link, and both processor
+    costs. The search minimizes the squared relative errors of the steps, plus a small penalty for
+    factors far from 1 (as squared powers of two).
 
     Args:
-        steps: groups, and the seconds from the start of the backward pass to the last gradient.
-        tensors: of all these steps.
-        costs: what factors apply to.
+        steps: Groups, and the seconds from the start of the backward pass to the last gradient.
+        tensors: The tensors of all these steps.
+        costs: The costs to multiply.
     """
 
     def scaled(powers: Sequence[float]) -> Costs:

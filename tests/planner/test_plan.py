@@ -67,7 +67,7 @@ def _text(numel: object = 3, bits: object = 4, name: object = "a", group: object
 )  # fmt: skip
 def test_other_files_are_refused(text: str, tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_text(text)
-    with pytest.raises(InvalidArgument, match=r"plan.json is no plan .*Plan.save"):
+    with pytest.raises(InvalidArgument, match=r"plan.json is not a valid plan .*Plan.save"):
         Plan.load(tmp_path / "plan.json")
 
 
