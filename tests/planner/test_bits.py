@@ -147,7 +147,10 @@ def test_clusters_give_large_tensors_few_bits() -> None:
         (lambda: allocate_bits([1.0], [1, 2]), "1 statistics and 2 numels"),
         (lambda: allocate_bits([math.nan], [1]), r"statistics\[0\] is nan"),
         (lambda: allocate_bits([1.0], [1], "cubed"), "budget is 'cubed'"),  # pyright: ignore
-        (lambda: allocate_bits([1.0], [1], fixed={1: 4}), "fixed has tensor 1; there are 1"),
+        (
+            lambda: allocate_bits([1.0], [1], fixed={1: 4}),
+            "fixed has the index 1, but there are 1 tensors",
+        ),
         (lambda: allocate_bits([1.0], [1], fixed={0: 9}), "bits"),
         (lambda: allocate_bits([1.0], [1], choices=(0,)), "bits"),
         (lambda: allocate_bits([1.0], [1], alpha=0), "alpha is 0"),

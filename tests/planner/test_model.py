@@ -183,7 +183,7 @@ def test_buckets_close_when_they_reach_their_limit() -> None:
 @pytest.mark.parametrize(
     ("call", "says"),
     [
-        (lambda: Costs(encode_fixed=-1), r"Costs.encode_fixed is -1; it must be a number"),
+        (lambda: Costs(encode_fixed=-1), r"Costs.encode_fixed is -1; it must be a finite number"),
         (lambda: partition([1], [1e300], [1], Costs()), "would take .* s or more; a step must"),
         (lambda: partition([1], [0], [1], Costs(latency=1e300)), "would take .* s or more"),
         (lambda: partition([2**62] * 3, [0, 1, 2], [1] * 3, Costs()), "numels add up to 13835058"),

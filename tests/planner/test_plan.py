@@ -77,7 +77,7 @@ def test_other_files_are_refused(text: str, tmp_path: Path) -> None:
         ({"numels": (1, 2)}, "3 names, 2 numels and 3 bits"),
         ({"names": ("a", "b", "a")}, "two tensors with the name 'a'"),
         ({"groups": ((0, 1),)}, "each of its 3 tensors must be in one group"),
-        ({"groups": ((0, 1), (), (2,))}, "no group empty"),
+        ({"groups": ((0, 1), (), (2,))}, "no group may be empty"),
         ({"bits": (4, 9, 4)}, "bits is 9"),
         ({"numels": (10, -5, 30)}, r"numels\[1\] is -5; it must be an integer from 0"),
         ({"numels": (10, 5, math.nan)}, r"numels\[2\] is nan; it must be an integer"),
@@ -101,7 +101,7 @@ _OTHERS = {
     "none": (Plan((), (), (), ()), "rank 0 has tensor 0 'a'.*, rank 2 has nothing"),
     "long": (
         replace(_PLAN, names=("a" * 500, "b", "c")),
-        "rank 2 has 'a{500}' .10 values, 4 bits, group 0.[.] Give",
+        "rank 2 has 'a{500}' .10 values, 4 bits, group 0.[.] Use one",
     ),
 }
 
