@@ -232,7 +232,7 @@ def test_refusals() -> None:
     params, batch = placed(on, SHARED)
     with pytest.raises(ValueError, match="mesh is given without in_specs"):
         value_and_grad(loss_of, "data", mesh=on)
-    with pytest.raises(TypeError, match="2 arguments for 1 in_specs"):
+    with pytest.raises(TypeError, match="2 arguments but 1 in_specs"):
         value_and_grad(loss_of, "data", mesh=on, in_specs=(P(),))(params, batch)
     with pytest.raises(ValueError, match="carrier='xla' with weights that are sharded over"):
         value_and_grad(
