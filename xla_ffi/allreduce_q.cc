@@ -1,13 +1,12 @@
-// How one execution of allreduce_q goes, on a CPU device:
+// One execution of allreduce_q, on a CPU device:
 //
 //   1. Execute, on a thread of XLA: finds the communicator by its name, starts one collective of
-//      all leaves and returns a future. It never waits: other devices may need the thread.
+//      all leaves and returns a future. It never blocks: other devices may need the thread.
 //   2. The end, on a thread of the core: hands the promise to the pool, whose thread completes it.
 //
-// and on a GPU: Enqueue puts the collective on the stream and returns (see cuda.cc).
+// On a GPU, Enqueue puts the collective on the stream and returns (see cuda.cc).
 //
-// The order of calls is XLA's affair: each call takes the token that the one before it gives, and
-// so starts after that one's end.
+// XLA orders the calls: each call takes the token of the previous one, and so starts after its end.
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -31,7 +30,7 @@ std::string Describe(const ffi::Dictionary& attributes) {
   return "allreduce_q '" + Text(attributes, "name") + "' on '" + Text(attributes, "comm") + "'";
 }
 
-// Without its seeds.
+// Returns the message without its seeds.
 Message MakeMessage(const ffi::RemainingArgs& args, const ffi::RemainingRets& rets,
                     const ffi::Dictionary& attributes, const Signature& signature) {
   return AsRank(Operands(args, rets, signature), signature, Text(attributes, "name"));
@@ -42,7 +41,7 @@ int32_t FindCommunicator(const ffi::Dictionary& attributes) {
   const cgx_status_t status = cgx_comm_find(Text(attributes, "comm").c_str(), &comm);
   if (status != CGX_OK) {
     throw StatusError(status, std::string(cgx_last_error()) +
-                                  ". It was closed after this program had been traced: trace the "
+                                  ". It was closed after this program was traced: trace the "
                                   "program again, with another communicator");
   }
   return comm;
@@ -54,7 +53,7 @@ void StartCall(const std::shared_ptr<Completion>& completion, const ffi::Diction
   const Signature signature(attributes);
   Message message = MakeMessage(args, rets, attributes, signature);
   message.seeds = ReadSeeds(SeedsOf(args, signature));
-  // Only launches of other threads can overlap this one, on whatever device they are.
+  // Only launches of other threads can overlap this one, on any device.
   if (completion->Launch(/*device=*/-1, run,
                          Text(attributes, "comm") + "/" + Text(attributes, "name"),
                          /*named=*/true)) {
@@ -74,7 +73,7 @@ ffi::Future Execute(ffi::Dictionary attributes, ffi::Token, ffi::RemainingArgs a
     ffi::Future future = completion->future();
     try {
       StartCall(completion, attributes, args, rets, run.run_id);
-    } catch (const std::exception& error) {  // before anything was started
+    } catch (const std::exception& error) {  // nothing was started
       CompleteSoon(completion, StatusOf(error), error.what());
     }
     return future;
@@ -98,7 +97,7 @@ ffi::Error Enqueue(ffi::Dictionary attributes, ffi::Token, ffi::RemainingArgs ar
   }
 }
 
-// A call on either platform, but for what each adds.
+// The part of the binding that both platforms share.
 auto BindCall() {
   return ffi::Ffi::Bind()
       .Attrs()

@@ -26,7 +26,7 @@ Operands::Operands(const ffi::RemainingArgs& args, const ffi::RemainingRets& ret
     const auto values = GetBuffer<ffi::AnyBuffer>(args, i);
     auto result = GetBuffer<ffi::AnyBuffer>(rets, i);
     dtype = ToDtype(values.element_type());
-    // One block: where one side has a block for each rank, the other has one.
+    // The size of one block: if one side has a block for each rank, the other side has one block.
     const auto elements =
         static_cast<int64_t>(std::min(values.element_count(), result->element_count()));
     void* residual = nullptr;
@@ -55,7 +55,7 @@ void CompleteSoon(const std::shared_ptr<Completion>& completion, cgx_status_t st
                   const std::string& text) {
   try {
     CompletionPool::get().run([completion, status, text] { completion->Complete(status, text); });
-  } catch (const std::exception& error) {  // no memory for the task
+  } catch (const std::exception& error) {  // out of memory for the task
     completion->Complete(StatusOf(error), error.what());
   }
 }
@@ -76,7 +76,7 @@ Call::Call(const ffi::RemainingArgs& args, const ffi::RemainingRets& rets, const
 // ---- Message ------------------------------------------------------------------------------------
 
 void AddSegments(const Leaf& leaf, Message* message) {
-  for (int64_t row = 0; row < leaf.batch; ++row)  // an example is reduced as if it were alone
+  for (int64_t row = 0; row < leaf.batch; ++row)  // each example is reduced separately
     message->add(leaf.numel, leaf.config, /*repeats=*/row > 0);
 }
 
@@ -86,7 +86,7 @@ void AddLeaf(const Leaf& leaf, bool feedback, Message* message) {
     const int64_t at = row * leaf.numel * SizeOf(message->fields.dtype);
     message->inputs.push_back(leaf.values + at);
     message->outputs.push_back(leaf.result + at);
-    // Also of an empty leaf without a buffer: the list goes by segment.
+    // Also for an empty leaf without a buffer: the list has an entry per segment.
     if (feedback) message->residuals.push_back(leaf.residual ? leaf.residual + at : nullptr);
   }
 }
@@ -107,7 +107,7 @@ Message AsRank(const Operands& operands, const Signature& signature, std::string
 }
 
 void Start(Message& message, int32_t comm, Done done) {
-  CompletionPool::get();  // what ends must be completed: better to fail now than then
+  CompletionPool::get();  // create the pool now, since completion must not fail
   auto* context = new Done(std::move(done));
   // Finish may run, and free it, before cgx_start returns.
   cgx_status_t status;
@@ -127,7 +127,7 @@ void EnqueueOn(CUstream_st* stream, Message& message, const U32Buffer& seeds, in
   message.fields.comm = comm;
   message.fields.device = CGX_CUDA;
   message.fields.stream = stream;
-  // Rows (low half, high half): the device's int64, which is little-endian.
+  // Rows (low half, high half) are the device's little-endian int64.
   message.fields.device_seeds = static_cast<const int64_t*>(seeds.untyped_data());
   check(cgx_enqueue(&message.get()));
 }

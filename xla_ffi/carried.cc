@@ -1,15 +1,14 @@
-// The XLA FFI handlers of psum_q with carrier="xla": the arithmetic between exchanges that XLA's
-// own collectives make (cgx.h, section 5).
+// The XLA FFI handlers of psum_q with carrier="xla": the arithmetic between the exchanges, which
+// are XLA's own collectives (cgx.h, section 5).
 //
 //   sra       Encode -> all-to-all -> Reduce -> all-gather -> Decode
 //   one_shot  Encode -> all-gather -> Decode
 //
-// and where a process has several devices of the group, Sum before them and Round behind. They are
-// pure functions of their operands: they know no communicator, no process and no peer, and wait for
-// nothing.
+// If a process has several devices of the group, Sum runs first and Round last. All are pure
+// functions of their operands, without a communicator, and never block.
 //
-// Messages are rows of equal length, as XLA's collectives want them: each ends in zeros if another
-// is longer. Row r of an all-to-all is for rank r; a rank's own is all zeros.
+// Messages are rows of equal length, as XLA's collectives need them, padded with zeros to the
+// longest. Row r of an all-to-all is for rank r; a rank's own row is all zeros.
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
@@ -32,16 +31,15 @@ using U8Buffer = ffi::Buffer<ffi::U8>;
 
 void Require(bool expected, const char* what) {
   if (expected) return;
-  throw StatusError(CGX_INTERNAL,
-                    std::string("the ") + what + " of a custom call are not those of this cgx_ops");
+  throw StatusError(CGX_INTERNAL, std::string("the ") + what +
+                                      " of a custom call do not match this cgx_ops release");
 }
 
-// A call, with the lists that it points to. A leaf is (examples, elements): each example of a vmap
-// is a segment.
+// A call with its lists. A leaf is (examples, elements): each example of a vmap is a segment.
 class CarriedCall {
  public:
-  // `seeds`: of each segment, as ReadSeeds takes them. Also of results: some codecs' seeds say
-  // where values belong.
+  // `seeds`: of each segment, as ReadSeeds takes them. Results need them too: some codecs derive
+  // the indices of values from them.
   CarriedCall(const ffi::Dictionary& attributes, const U32Buffer& rank, const U32Buffer& seeds)
       : configs_(attributes),
         call_(MakeCall(verb_of(CGX_ALLREDUCE), GetInt32(attributes, "op"), configs_)),
@@ -53,8 +51,7 @@ class CarriedCall {
   }
   CarriedCall(const CarriedCall&) = delete;
 
-  // The values that a rank gives and, if there is feedback, their residuals, each in the buffer of
-  // its operand.
+  // Sets this rank's values and, with feedback, residuals, each in the buffer of its operand.
   void SetInputs(const ffi::RemainingArgs& leaves, const ffi::RemainingRets& residuals) {
     for (size_t i = 0; i < configs_.size(); ++i) {
       AddLeaf(GetBuffer<ffi::AnyBuffer>(leaves, i), configs_[i], call_.inputs);
@@ -75,7 +72,7 @@ class CarriedCall {
   int64_t rank() const { return carried_.rank; }
   int64_t size() const { return carried_.size; }
   bool one_shot() const { return algorithm_ == CGX_ONE_SHOT; }
-  // Bytes to each rank from each other one, and from each rank to everyone.
+  // Bytes that each rank receives from each other one, and that each rank sends to all.
   const std::vector<int64_t>& scatter_bytes() const { return scatter_bytes_; }
   const std::vector<int64_t>& gather_bytes() const { return gather_bytes_; }
 
@@ -107,7 +104,7 @@ class CarriedCall {
   const LeafConfigs configs_;
   CallBuilder call_;
   cgx_carried_t carried_;
-  int32_t algorithm_ = CGX_AUTO;  // that of the plan
+  int32_t algorithm_ = CGX_AUTO;  // resolved by the plan
   std::vector<int64_t> scatter_bytes_, gather_bytes_;
 };
 
@@ -117,7 +114,7 @@ std::byte* Bytes(const U8Buffer& buffer) {
   return reinterpret_cast<std::byte*>(buffer.typed_data());
 }
 
-// The length of each of `rows` rows in a buffer, which hold these messages.
+// Returns the length of each of `rows` rows in a buffer that hold these messages.
 int64_t RowLength(const U8Buffer& buffer, int64_t rows, const std::vector<int64_t>& messages) {
   const auto bytes = static_cast<int64_t>(buffer.element_count());
   const int64_t longest = *std::max_element(messages.begin(), messages.end());
@@ -125,8 +122,8 @@ int64_t RowLength(const U8Buffer& buffer, int64_t rows, const std::vector<int64_
   return bytes / rows;
 }
 
-// Moves messages that lie end to end to rows of `length` bytes. The last goes first: no row begins
-// before its message did.
+// Moves concatenated messages to rows of `length` bytes. Starts with the last: no row begins before
+// its message did.
 void SpreadRows(const std::vector<int64_t>& bytes, int64_t length, std::byte* rows) {
   int64_t begin = std::accumulate(bytes.begin(), bytes.end(), int64_t{0});
   for (size_t row = bytes.size(); row-- > 0;) {
@@ -137,7 +134,7 @@ void SpreadRows(const std::vector<int64_t>& bytes, int64_t length, std::byte* ro
   }
 }
 
-// Lays the first `bytes` of each row but the rank's own end to end.
+// Concatenates the first `bytes` of each row except the rank's own.
 std::unique_ptr<std::byte[]> PackRows(const std::byte* rows, int64_t length, int64_t bytes,
                                       const CarriedCall& call) {
   auto packed = std::make_unique_for_overwrite<std::byte[]>((call.size() - 1) * bytes);
@@ -152,7 +149,7 @@ std::unique_ptr<std::byte[]> PackRows(const std::byte* rows, int64_t length, int
 
 // ---- the handlers' work -------------------------------------------------------------------------
 
-// (members, n) to float32 (n), in the order of the members.
+// Sums (members, n) to float32 (n), in the order of the members.
 void Sum(ffi::AnyBuffer values, ffi::Result<ffi::Buffer<ffi::F32>> sum) {
   const auto numel = static_cast<int64_t>(sum->element_count());
   const cgx_dtype_t dtype = ToDtype(values.element_type());
@@ -162,7 +159,7 @@ void Sum(ffi::AnyBuffer values, ffi::Result<ffi::Buffer<ffi::F32>> sum) {
   check(cgx_sum(dtype, rows.data(), static_cast<int32_t>(rows.size()), numel, sum->typed_data()));
 }
 
-// Float32 to another dtype.
+// Rounds float32 to another dtype.
 void Round(ffi::Buffer<ffi::F32> values, ffi::Result<ffi::AnyBuffer> rounded) {
   check(cgx_convert(CGX_FLOAT32, values.typed_data(), ToDtype(rounded->element_type()),
                     rounded->untyped_data(), static_cast<int64_t>(values.element_count())));
@@ -179,7 +176,7 @@ void Encode(ffi::Dictionary attributes, U32Buffer rank, U32Buffer seeds,
             ffi::RemainingRets residuals) {
   CarriedCall call(attributes, rank, seeds);
   call.SetInputs(leaves_and_residuals, residuals);
-  std::vector<int64_t> bytes;  // of each row
+  std::vector<int64_t> bytes;  // per row
   if (call.one_shot()) {
     bytes = {call.gather_bytes()[call.rank()]};
   } else {
@@ -192,7 +189,7 @@ void Encode(ffi::Dictionary attributes, U32Buffer rank, U32Buffer seeds,
   SpreadRows(bytes, length, Bytes(*messages));
 }
 
-// The residuals are those that Encode has written but for the elements that this rank reduces.
+// Updates the residuals of Encode for the elements that this rank reduces.
 void Reduce(ffi::Dictionary attributes, U32Buffer rank, U32Buffer seeds, U8Buffer arrived,
             ffi::RemainingArgs leaves_and_residuals, ffi::Result<U8Buffer> message,
             ffi::RemainingRets residuals) {
@@ -213,9 +210,10 @@ void Decode(ffi::Dictionary attributes, U32Buffer rank, U32Buffer seeds, U8Buffe
                            static_cast<int64_t>(gathered.element_count())));
 }
 
-// ---- XLA's view ---------------------------------------------------------------------------------
+// ---- bindings --
+// ---------------------------------------------------------------------------------
 
-// Makes a handler of a function that throws.
+// Converts a function that throws to a handler.
 template <typename... Arguments>
 auto Handler(void (*work)(Arguments...)) {
   return [work](Arguments... arguments) {
@@ -228,7 +226,7 @@ auto Handler(void (*work)(Arguments...)) {
   };
 }
 
-// The attributes, the rank and the seeds, which all steps have.
+// Binds the attributes, the rank and the seeds, which all steps have.
 auto BindStep() { return ffi::Ffi::Bind().Attrs().Arg<U32Buffer>().Arg<U32Buffer>(); }
 
 }  // namespace

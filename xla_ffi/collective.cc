@@ -1,13 +1,14 @@
-// How one execution of a collective on one device goes:
+// One execution of a collective on one CPU device:
 //
-//   1. Execute, on a thread of XLA: copies what it needs, and returns a future. It never waits: XLA
-//      runs independent calls in any order, so one that waits for its peers may keep the thread
-//      that its peers' peers need.
-//   2. It starts on the communicator of its group, under a key that does not depend on the order
-//      in which calls arrive (see site.h):
-//        among devices     all of the group are in this process, each a rank
-//        among processes   one device of the group in each
-//        at a meeting      several devices in a process (see meeting.h)
+//   1. Execute, on a thread of XLA: copies its arguments, and returns a future. It never blocks:
+//   XLA
+//      runs independent calls in any order, so a call that waits for its peers could hold the
+//      thread that other calls need.
+//   2. It starts on the communicator of its group, with a key that does not depend on the order of
+//      calls (see site.h):
+//        among devices     all devices of the group are in this process, each a rank
+//        among processes   each process has one device of the group
+//        at a rendezvous   a process has several devices of the group (see rendezvous.h)
 //   3. The end, on a thread of the core: hands the promise to the pool, whose thread completes it.
 #include <atomic>
 #include <memory>
@@ -20,7 +21,7 @@
 #include "groups.h"
 #include "handlers.h"
 #include "launches.h"
-#include "meeting.h"
+#include "rendezvous.h"
 #include "site.h"
 
 namespace cgx::xla {
@@ -37,7 +38,7 @@ struct Execution {
   Site& site;
 };
 
-// The same, with its seeds.
+// Returns the message of a call, with its seeds.
 Message AsRank(const Call& call, const Execution& execution, std::string key) {
   Message message = AsRank(call.operands(), execution.site.signature(), std::move(key));
   message.noise_rank = static_cast<int32_t>(execution.place.rank);
@@ -46,7 +47,7 @@ Message AsRank(const Call& call, const Execution& execution, std::string key) {
   return message;
 }
 
-// Devices of one process that are late have usually got no thread
+// If a device of the same process is late, it usually has no thread
 // (cgx_ops/jax/_src/runtime/threads.py).
 constexpr const char* kTooFewThreads =
     ". If many steps were launched without waiting: call jax.block_until_ready at least every 16 "
@@ -84,15 +85,15 @@ void StartAmongProcesses(std::shared_ptr<Call> call, const Execution& execution,
       });
 }
 
-void StartAtMeeting(std::shared_ptr<Call> call, const Execution& execution, bool alone) {
+void StartAtRendezvous(std::shared_ptr<Call> call, const Execution& execution, bool alone) {
   Site& site = execution.site;
   const auto& [group, rank] = execution.place;
   const int64_t occurrence = site.NextOccurrence(execution.run, execution.partition);
-  const auto meeting =
-      site.FindMeeting(execution.run, *group, group->process_of[rank], occurrence, local_timeout_s);
-  if (!alone) meeting->Fail(CGX_INVALID_ARGUMENT, kOverlap);
-  if (meeting->Join(group->place_of[rank], std::move(call)))
-    site.ForgetMeeting(execution.run, *group, occurrence);
+  const auto rendezvous = site.FindRendezvous(execution.run, *group, group->process_of[rank],
+                                              occurrence, local_timeout_s);
+  if (!alone) rendezvous->Fail(CGX_INVALID_ARGUMENT, kOverlap);
+  if (rendezvous->Join(group->place_of[rank], std::move(call)))
+    site.ForgetRendezvous(execution.run, *group, occurrence);
 }
 
 void StartCall(const std::shared_ptr<Call>& call, const Execution& execution) {
@@ -101,7 +102,7 @@ void StartCall(const std::shared_ptr<Call>& call, const Execution& execution) {
   const Site& site = execution.site;
   const bool alone =
       call->Launch(execution.device, execution.run, site.NameOf(group), site.named());
-  const auto start = group.hierarchical() ? StartAtMeeting : StartAmongProcesses;
+  const auto start = group.hierarchical() ? StartAtRendezvous : StartAmongProcesses;
   start(call, execution, alone);
 }
 
@@ -115,7 +116,7 @@ ffi::Future Execute(ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Dicti
     ffi::Future future = call->future();
     try {
       StartCall(call, {run.run_id, device, partition, place, *site});
-    } catch (const std::exception& error) {  // before anything was started
+    } catch (const std::exception& error) {  // nothing was started
       CompleteSoon(call, StatusOf(error), error.what());
     }
     return future;

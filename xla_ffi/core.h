@@ -1,4 +1,4 @@
-// What XLA's types, errors, attributes and seeds are in the core, for all handlers.
+// Conversion of XLA's types, errors, attributes and seeds to the core's, for all handlers.
 #pragma once
 
 #include <algorithm>
@@ -46,8 +46,8 @@ inline ffi::ErrorCode ToErrorCode(cgx_status_t status) {
   return ffi::ErrorCode::kInternal;
 }
 
-// What a failure is to the core. No exception leaves a handler, whatever its type: XLA would lose
-// its kind and where it was, and the threads of the core and of the pool end the process.
+// Returns the core's status of an exception. No exception may leave a handler: XLA would lose its
+// type and origin, and threads of the core and of the pool would end the process.
 inline cgx_status_t StatusOf(const std::exception& error) {
   if (const auto* known = dynamic_cast<const StatusError*>(&error)) return known->status;
   const bool short_of_something = dynamic_cast<const std::bad_alloc*>(&error) ||
@@ -59,7 +59,7 @@ inline ffi::Error ToError(const std::exception& error, const std::string& where 
   return ffi::Error(ToErrorCode(StatusOf(error)), where + error.what());
 }
 
-// Throws StatusError for types that the core does not serve.
+// Throws StatusError for types that the core does not support.
 inline cgx_dtype_t ToDtype(ffi::DataType type) {
   switch (type) {
     case ffi::F32:
@@ -75,7 +75,7 @@ inline cgx_dtype_t ToDtype(ffi::DataType type) {
 
 inline int64_t SizeOf(int32_t dtype) { return dtype == CGX_FLOAT32 ? 4 : 2; }
 
-// Of a custom call. Throws StatusError if it is missing or has another type.
+// Returns an attribute of a custom call. Throws StatusError if it is missing or has another type.
 template <typename T>
 T GetAttribute(const ffi::Dictionary& attributes, std::string_view name) {
   ffi::ErrorOr<T> value = attributes.get<T>(name);
@@ -97,16 +97,16 @@ inline std::vector<int64_t> GetList(const ffi::Dictionary& attributes, std::stri
   return {span.begin(), span.end()};
 }
 
-// How each leaf of a custom call travels (call_attributes of
-// cgx_ops/jax/_src/collectives/calls.py). Leaves that have equal configs share one.
+// The config of each leaf of a custom call (call_attributes of
+// cgx_ops/jax/_src/collectives/calls.py). Equal configs are stored once.
 class LeafConfigs {
  public:
-  // Throws StatusError if an attribute is missing or is no config.
+  // Throws StatusError if an attribute is missing or is not a config.
   explicit LeafConfigs(const ffi::Dictionary& attributes)
       : config_of_(GetList(attributes, "config_of")) {
     std::string_view texts = GetAttribute<std::string_view>(attributes, "config");
     auto configs = std::make_shared<std::vector<cgx_config_t>>();
-    while (!texts.empty()) {  // one a line
+    while (!texts.empty()) {  // one per line
       const std::string text(texts.substr(0, texts.find('\n')));
       configs->push_back(config_of(text.c_str()));
       texts.remove_prefix(std::min(text.size() + 1, texts.size()));
@@ -116,15 +116,15 @@ class LeafConfigs {
 
   size_t size() const { return config_of_.size(); }
   const cgx_config_t& operator[](size_t leaf) const { return configs_->at(config_of_.at(leaf)); }
-  std::shared_ptr<const void> held() const { return configs_; }  // they live as long as this
+  std::shared_ptr<const void> held() const { return configs_; }  // keeps the configs alive
 
  private:
   std::shared_ptr<const std::vector<cgx_config_t>> configs_;
-  std::vector<int64_t> config_of_;  // by leaf, its place among them
+  std::vector<int64_t> config_of_;  // by leaf, the index of its config
 };
 
-// A call without its values, in which segments may have these configs. That of the first leaf is
-// the call's: what of it counts for the whole call is equal in all.
+// Returns a call without values, whose segments may have these configs. The call's own config is
+// that of the first leaf: fields that apply to the whole call are equal in all leaves.
 inline CallBuilder MakeCall(const Verb& verb, int32_t op, const LeafConfigs& configs,
                             std::string name = "") {
   CallBuilder call(std::move(name));
@@ -135,7 +135,7 @@ inline CallBuilder MakeCall(const Verb& verb, int32_t op, const LeafConfigs& con
   return call;
 }
 
-// What the attributes of a custom call say of its message, whoever reduces together
+// The attributes of a custom call that describe its message, for meshes and communicators
 // (message_attributes of cgx_ops/jax/_src/collectives/primitive.py).
 struct Signature {
   // Throws StatusError if an attribute is missing or has the wrong type.
@@ -150,18 +150,19 @@ struct Signature {
   LeafConfigs configs;
   const Verb& verb;
   int32_t op;
-  std::string function;          // what users call it
-  bool feedback;                 // leaves have residuals
-  std::vector<int64_t> batches;  // by leaf, equal segments in the operand: the examples of a vmap
+  std::string function;          // the public name
+  bool feedback;                 // whether leaves have residuals
+  std::vector<int64_t> batches;  // by leaf, the number of equal segments: examples of a vmap
 };
 
-// The buffer at `index` of a custom call's operands or results.
+// Returns the buffer at `index` of a custom call's operands or results.
 template <typename Buffer, typename Buffers>
 auto GetBuffer(const Buffers& buffers, size_t index) {
   const auto buffer = buffers.template get<Buffer>(index);
   if (!buffer) {
-    throw StatusError(CGX_INTERNAL, "the custom call's buffers are not those of this cgx_ops: " +
-                                        buffer.error().message());
+    throw StatusError(
+        CGX_INTERNAL,
+        "the custom call's buffers do not match this cgx_ops release: " + buffer.error().message());
   }
   return *buffer;
 }

@@ -1,19 +1,19 @@
-// How one execution of a collective on one GPU goes:
+// One execution of a collective on one GPU:
 //
-//   Execute, on the thread of XLA that puts a program's work on that device's stream: puts the
-//   collective there too, and returns. XLA puts work there in one order, the same on every device,
-//   so calls match in the order of the program.
+//   Execute runs on the thread of XLA that enqueues a program's work on the device's stream. It
+//   enqueues the collective, too, and returns. XLA enqueues work in the same order on every device,
+//   so calls match in program order.
 //
-// It waits for peers once, when a communicator's first collective connects the devices. XLA gives
-// every device of a process a thread of its own there (one device: the caller's), so all come.
+// It waits for peers only once, when a communicator's first collective connects the devices. XLA
+// has a separate thread for each device of a process (for one device: the caller's), so all arrive.
 //
-// What a handler reads must be on the host. So the partition is not an operand, as it is on CPU: it
-// follows from the device's ordinal, its id in JAX, and the mesh's ids in the attributes. Seeds
+// A handler can read only host memory. So the partition is not an operand here, unlike on CPU: it
+// is derived from the device's ordinal, its id in JAX, and the mesh's ids in the attributes. Seeds
 // stay on the device.
 //
-// kCmdBufferCompatible is not among the handlers' traits: XLA would then record them into a CUDA
-// graph, which a collective can be only where devices are connected directly, and that is not known
-// when handlers are registered.
+// The handlers do not have the trait kCmdBufferCompatible: XLA would record them into a CUDA graph.
+// That is possible only if devices are connected directly, which is unknown when handlers are
+// registered.
 #include <cstdint>
 #include <map>
 #include <string>
@@ -37,9 +37,9 @@ std::map<int32_t, int64_t>& DeviceIds() {
 int64_t DeviceId(int32_t ordinal) {
   const auto found = DeviceIds().find(ordinal);
   if (found == DeviceIds().end()) {
-    throw StatusError(CGX_INTERNAL, "cgx_ops.jax does not know the GPU with the ordinal " +
-                                        std::to_string(ordinal) +
-                                        ": the JAX backend was made after its first collective");
+    throw StatusError(CGX_INTERNAL, "the GPU with ordinal " + std::to_string(ordinal) +
+                                        " is not registered with cgx_ops.jax: JAX's CUDA backend "
+                                        "was started after the first collective");
   }
   return found->second;
 }

@@ -26,8 +26,8 @@ std::string Join(const std::vector<T>& values) {
 
 constexpr const char* kCuda = "jax-cuda";
 
-// Returns the group of that name, made of `arguments` at its first use. Groups are never destroyed:
-// threads may use them until the process has ended.
+// Returns the group of that name, created from `arguments` at its first use. Groups are never
+// destroyed: threads may use them until the process has ended.
 template <typename T, typename... Arguments>
 T& FindGroup(const std::string& name, const Arguments&... arguments) {
   static auto* mutex = new std::mutex;
@@ -41,9 +41,9 @@ T& FindGroup(const std::string& name, const Arguments&... arguments) {
 struct LocalGroup {
   std::mutex mutex;
   std::vector<int32_t> comms;  // by rank; empty before the first use
-  bool abandoned = false;      // comms are
+  bool abandoned = false;      // whether comms are
   int64_t generation = 0;
-  RecentRuns<std::vector<int32_t>> runs;  // the communicators that a run began with
+  RecentRuns<std::vector<int32_t>> runs;  // the communicators that a run started with
 };
 
 std::string NameOf(const std::string& kind, const std::vector<int64_t>& members) {
@@ -57,7 +57,7 @@ bool IsClosed(int32_t comm) {
 
 // ---- processes ----------------------------------------------------------------------------------
 
-std::atomic<int32_t> world_of_processes{-1};  // cgx_init's
+std::atomic<int32_t> world_of_processes{-1};  // -1: cgx_init's
 
 class ProcessGroup {
  public:
@@ -91,10 +91,10 @@ class ProcessGroup {
                          name_.c_str(), &outcome.comm);
     }
     if (outcome.status != CGX_OK) {
-      outcome.message = std::string("no communicator for the processes ") + Join(processes_) +
-                        ", and none will be tried again: " + cgx_last_error();
+      outcome.message = std::string("cannot create a communicator for the processes ") +
+                        Join(processes_) + " (this is not retried): " + cgx_last_error();
     }
-    // The mutex keeps the order: whoever comes now is started after those who waited.
+    // Holding the mutex keeps the order: later calls of Use() start after the waiting ones.
     std::lock_guard lock(mutex_);
     outcome_ = std::move(outcome);
     for (UseCommunicator& use : waiting_) use(outcome_->comm, outcome_->status, outcome_->message);
@@ -172,10 +172,10 @@ void Refuse(const std::vector<int32_t>& processes, const std::string& name, cgx_
             const std::string& text) {
   WithProcessCommunicator(
       processes, [=](int32_t comm, cgx_status_t status, const std::string& /*message*/) {
-        if (status != CGX_OK) return;  // without a communicator nobody waits
+        if (status != CGX_OK) return;  // without a communicator no process waits
         CallBuilder call(name);
         call.fields.comm = comm;
-        cgx_refuse(&call.get(), refusal, text.c_str());  // a closed one has told them already
+        cgx_refuse(&call.get(), refusal, text.c_str());  // a closed one has notified them already
       });
 }
 

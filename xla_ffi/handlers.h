@@ -1,4 +1,4 @@
-// The XLA FFI handlers, and what Python sets for them.
+// The XLA FFI handlers, and their settings from Python.
 #pragma once
 
 #include <cstdint>
@@ -8,14 +8,14 @@
 
 namespace cgx::xla {
 
-// Of psum_q and its sisters, on CPU and on CUDA: Instantiate makes a Site, Execute starts the
-// collective or, on CUDA, puts it on the device's stream.
+// Handlers of psum_q, psum_scatter_q and all_gather_q, on CPU and on CUDA: Instantiate creates a
+// Site, Execute starts the collective or, on CUDA, enqueues it on the device's stream.
 XLA_FFI_DECLARE_HANDLER_SYMBOL(CollectiveInstantiate);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(CollectiveExecute);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(CudaCollectiveInstantiate);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(CudaCollectiveExecute);
 
-// Of psum_q with carrier="xla": see carried.cc.
+// Handlers of psum_q with carrier="xla": see carried.cc.
 XLA_FFI_DECLARE_HANDLER_SYMBOL(CarriedSum);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(CarriedRound);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(CarriedRoundResidual);
@@ -23,15 +23,15 @@ XLA_FFI_DECLARE_HANDLER_SYMBOL(CarriedEncode);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(CarriedReduce);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(CarriedDecode);
 
-// Of allreduce_q, on CPU and on CUDA.
+// Handlers of allreduce_q, on CPU and on CUDA.
 XLA_FFI_DECLARE_HANDLER_SYMBOL(AllreduceQ);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(CudaAllreduceQ);
 
-// Sets the deadline, in seconds, of collectives that several devices of this process take part in,
-// from here on. Collectives of one device per process have their communicator's deadline.
+// Sets the deadline, in seconds, of later collectives with several devices of this process.
+// Collectives with one device per process have their communicator's deadline.
 void SetLocalTimeout(double seconds);
 
-// Tells JAX's ids of this process's GPUs, by CUDA's ordinals, before any handler runs.
+// Sets JAX's ids of this process's GPUs, by CUDA's ordinals, before any handler runs.
 void SetCudaDevices(std::map<int32_t, int64_t> ids);
 
 }  // namespace cgx::xla

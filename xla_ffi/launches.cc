@@ -22,8 +22,8 @@ LaunchedCall::LaunchedCall(int32_t device, int64_t run, std::string name, bool n
   std::lock_guard lock(mutex);
   auto& calls = InFlight()[device_];
   for (LaunchedCall* other : calls) {
-    const bool alike = other->name_ == name_ || (!other->named_ && !named_);
-    if (other->run_ != run_ && alike) alone_ = other->alone_ = false;
+    const bool confusable = other->name_ == name_ || (!other->named_ && !named_);
+    if (other->run_ != run_ && confusable) alone_ = other->alone_ = false;
   }
   calls.push_back(this);
 }

@@ -1,10 +1,10 @@
-// Which launches of programs have collectives among processes in flight, on each device.
+// The program launches with collectives among processes in flight, on each device.
 //
-// Executions that one Python thread dispatches to a device follow each other, in every process
-// alike, so the n-th use of a key means the same everywhere. Launches by several threads overlap,
-// and which of them is first differs between processes: calls without a name of the user's are
-// refused then, and calls of one name too. So is the call that was there first, at its end: it may
-// have met another launch's of another process.
+// Executions that one Python thread launches on a device follow each other in the same order in all
+// processes, so the n-th use of a key matches across processes. Launches of several threads
+// overlap, and their order differs between processes. So overlapping calls without a user's name,
+// or with the same name, are refused. The call that was first fails at its end: it may have matched
+// a call of another launch in another process.
 #pragma once
 
 #include <cstdint>
@@ -20,7 +20,8 @@ class LaunchedCall {
   LaunchedCall(const LaunchedCall&) = delete;
   LaunchedCall& operator=(const LaunchedCall&) = delete;
 
-  // No other launch had a call in flight that this one could be taken for, so far.
+  // Returns whether, so far, no other launch had a call in flight that could match this one's
+  // peers.
   bool alone() const;
   // Ends it, and returns whether it was alone until then.
   bool Leave();
@@ -34,8 +35,9 @@ class LaunchedCall {
 };
 
 inline constexpr const char* kOverlap =
-    "launches overlap on a device: several Python threads dispatch programs, in an order that may "
-    "differ between processes. Give each thread's calls a name of their own (name=), or dispatch "
-    "from one thread";
+    "launches overlap on a device: several Python threads launch programs, in an order that may "
+    "differ between processes. Give each thread's calls a separate name (name=), or launch from "
+    "one "
+    "thread";
 
 }  // namespace cgx::xla

@@ -1,4 +1,4 @@
-// The Python module cgx_ops._xla_ffi: what cgx_ops.jax needs to register the handlers with XLA.
+// The Python module cgx_ops._xla_ffi, with which cgx_ops.jax registers the handlers with XLA.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/map.h>
 
@@ -11,7 +11,7 @@ namespace ffi = cgx::xla::ffi;
 
 namespace {
 
-// What XLA must know of a handler's state.
+// The type of a handler's state, as XLA takes it.
 template <typename T>
 nb::dict StateType() {
   static ffi::TypeInfo info = ffi::MakeTypeInfo<T>();
@@ -25,7 +25,7 @@ nb::capsule Capsule(XLA_FFI_Handler* handler) {
   return nb::capsule(reinterpret_cast<void*>(handler));
 }
 
-// By target: psum_q, psum_scatter_q and all_gather_q have the same stages.
+// Handlers by target: psum_q, psum_scatter_q and all_gather_q have the same stages.
 nb::dict CollectiveHandlers(XLA_FFI_Handler* instantiate, XLA_FFI_Handler* execute) {
   nb::dict stages, handlers;
   stages["instantiate"] = Capsule(instantiate);
@@ -35,8 +35,8 @@ nb::dict CollectiveHandlers(XLA_FFI_Handler* instantiate, XLA_FFI_Handler* execu
   return handlers;
 }
 
-// The gates of cgx_ops/jax/_src/collectives/overlap.py. It does nothing: what matters is that XLA
-// runs it when all of its operands are there, and that its results are in their buffers.
+// The gates of cgx_ops/jax/_src/collectives/overlap.py. This handler does nothing, but XLA runs it
+// only when all of its operands are ready, and its results are in their buffers.
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
     Gate, [](ffi::RemainingArgs, ffi::RemainingRets) { return ffi::Error::Success(); },
     ffi::Ffi::Bind().RemainingArgs().RemainingRets());
@@ -44,7 +44,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
 }  // namespace
 
 NB_MODULE(_xla_ffi, module) {
-  using namespace cgx::xla;  // NOLINT: the whole module is about it
+  using namespace cgx::xla;  // NOLINT: everything here is in it
   module.doc() = "XLA FFI handlers of cgx_ops.jax";
 
   module.def("cpu_handlers", [] {

@@ -1,8 +1,7 @@
-// What is remembered of the last runs of a program.
+// Values of the last runs of a program.
 //
-// XLA names a run (one launch on all its devices) but never says that it is over, so what belongs
-// to a run is kept until enough newer runs have come. XLA:CPU lets at most 32 executions queue up
-// on a device.
+// XLA numbers runs (launches on all devices) but does not report their end, so the value of a run
+// is kept until enough newer runs have started. XLA:CPU queues at most 32 executions on a device.
 #pragma once
 
 #include <cstddef>
@@ -15,7 +14,7 @@ namespace cgx::xla {
 template <typename T>
 class RecentRuns {
  public:
-  // The value of `run`, or nullptr if the run is unknown (or long past).
+  // Returns the value of `run`, or nullptr if the run is unknown or too old.
   T* Find(int64_t run) {
     for (auto entry = runs_.rbegin(); entry != runs_.rend(); ++entry) {
       if (entry->first == run) return &entry->second;

@@ -5,7 +5,7 @@
 #include <string_view>
 #include <unordered_map>
 
-#include "meeting.h"
+#include "rendezvous.h"
 
 namespace cgx::xla {
 namespace {
@@ -13,7 +13,7 @@ namespace {
 std::atomic<int64_t> next_serial{0};
 
 std::mutex counts_mutex;
-int64_t compilations = 0;  // under way; guarded by counts_mutex
+int64_t compilations = 0;  // running; guarded by counts_mutex
 
 // How often each call id has been instantiated for the executable that is being compiled.
 std::unordered_map<std::string, int64_t>& Counts() {  // guarded by counts_mutex
@@ -26,7 +26,7 @@ int64_t NextInstance(const std::string& call) {
   return Counts()[call]++;
 }
 
-// The groups, each with the processes of its members; `processes` is by partition, or empty.
+// Returns the groups with the processes of their members. `processes`: by partition, or empty.
 std::vector<Group> MakeGroups(const std::vector<int64_t>& partitions, int64_t group_size,
                               const std::vector<int64_t>& processes) {
   std::vector<Group> groups;
@@ -85,8 +85,9 @@ int64_t Site::PartitionOf(int64_t device) const {
   const auto found = std::find(devices_.begin(), devices_.end(), device);
   if (found == devices_.end()) {
     throw StatusError(CGX_INVALID_ARGUMENT,
-                      "the program was lowered for a mesh that device " + std::to_string(device) +
-                          " is not in: lower (or export) it again, for the devices that run it");
+                      "the program was lowered for a mesh without device " +
+                          std::to_string(device) +
+                          ": lower (or export) it again, for the devices that run it");
   }
   return found - devices_.begin();
 }
@@ -103,19 +104,19 @@ int64_t Site::NextOccurrence(int64_t run, int64_t partition) {
   return (*counts)[partition]++;
 }
 
-std::shared_ptr<Meeting> Site::FindMeeting(int64_t run, const Group& group, int64_t process,
-                                           int64_t occurrence, double timeout_s) {
+std::shared_ptr<Rendezvous> Site::FindRendezvous(int64_t run, const Group& group, int64_t process,
+                                                 int64_t occurrence, double timeout_s) {
   std::lock_guard lock(mutex_);
-  auto* meetings = meetings_.Find(run);
-  if (meetings == nullptr) meetings = meetings_.Add(run, {});
-  std::shared_ptr<Meeting>& meeting = (*meetings)[{group.index, occurrence}];
-  if (!meeting) meeting = Meeting::Open(*this, group, process, run, timeout_s);
-  return meeting;
+  auto* of_run = rendezvous_.Find(run);
+  if (of_run == nullptr) of_run = rendezvous_.Add(run, {});
+  std::shared_ptr<Rendezvous>& rendezvous = (*of_run)[{group.index, occurrence}];
+  if (!rendezvous) rendezvous = Rendezvous::Open(*this, group, process, run, timeout_s);
+  return rendezvous;
 }
 
-void Site::ForgetMeeting(int64_t run, const Group& group, int64_t occurrence) {
+void Site::ForgetRendezvous(int64_t run, const Group& group, int64_t occurrence) {
   std::lock_guard lock(mutex_);
-  if (auto* meetings = meetings_.Find(run)) meetings->erase({group.index, occurrence});
+  if (auto* of_run = rendezvous_.Find(run)) of_run->erase({group.index, occurrence});
 }
 
 std::string Site::NameOf(const Group& group) const {

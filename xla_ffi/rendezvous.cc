@@ -1,4 +1,4 @@
-#include "meeting.h"
+#include "rendezvous.h"
 
 #include <chrono>
 #include <condition_variable>
@@ -18,25 +18,25 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// Fails meetings at their deadlines. All wait equally long, so they end in the order of opening.
+// Fails rendezvous at their deadlines. All have the same timeout, so they expire in order.
 class Deadlines {
  public:
   static Deadlines& Get() {
-    static auto* deadlines = new Deadlines;  // lives as its thread does, until the process ends
+    static auto* deadlines = new Deadlines;  // never destroyed, since its thread uses it
     return *deadlines;
   }
 
-  void Add(Clock::time_point when, std::weak_ptr<Meeting> meeting) {
+  void Add(Clock::time_point when, std::weak_ptr<Rendezvous> rendezvous) {
     std::lock_guard lock(mutex_);
-    while (!waiting_.empty() && waiting_.front().meeting.expired()) waiting_.pop_front();
-    waiting_.push_back({when, std::move(meeting)});
+    while (!waiting_.empty() && waiting_.front().rendezvous.expired()) waiting_.pop_front();
+    waiting_.push_back({when, std::move(rendezvous)});
     if (waiting_.size() == 1) changed_.notify_one();
   }
 
  private:
   struct Entry {
     Clock::time_point when;
-    std::weak_ptr<Meeting> meeting;
+    std::weak_ptr<Rendezvous> rendezvous;
   };
 
   Deadlines() {
@@ -48,13 +48,13 @@ class Deadlines {
     for (;;) {
       changed_.wait(lock, [this] { return !waiting_.empty(); });
       const Entry first = waiting_.front();
-      if (!first.meeting.expired() && Clock::now() < first.when) {
+      if (!first.rendezvous.expired() && Clock::now() < first.when) {
         changed_.wait_until(lock, first.when);
         continue;
       }
       waiting_.pop_front();
       lock.unlock();
-      if (auto meeting = first.meeting.lock()) meeting->Expire();
+      if (auto rendezvous = first.rendezvous.lock()) rendezvous->Expire();
       lock.lock();
     }
   }
@@ -68,7 +68,7 @@ std::unique_ptr<std::byte[]> Buffer(int64_t bytes) {
   return std::make_unique_for_overwrite<std::byte[]>(static_cast<size_t>(bytes));
 }
 
-// Sums `numel` values of each call, which lie where `values_of` says.
+// Sums `numel` values of each call, which start at `values_of(call)`.
 void Sum(const std::vector<std::shared_ptr<Call>>& calls,
          const std::function<const std::byte*(const Call&)>& values_of, int64_t numel,
          std::byte* sums) {
@@ -78,8 +78,8 @@ void Sum(const std::vector<std::shared_ptr<Call>>& calls,
                 reinterpret_cast<float*>(sums)));
 }
 
-// The members of a process are one rank, so their blocks need seeds of their own where they have
-// one key. Seeds are random numbers: their neighbours are nobody else's.
+// The members of a process are one rank, so their blocks need separate seeds, even with the same
+// key. Seeds are random numbers, so seed + place does not collide with another seed.
 void AddSeeds(const Call& call, int64_t place, Message* message) {
   for (const int64_t seed : call.seeds())
     message->seeds.push_back(static_cast<int64_t>(static_cast<uint64_t>(seed) + place));
@@ -87,16 +87,17 @@ void AddSeeds(const Call& call, int64_t place, Message* message) {
 
 }  // namespace
 
-std::shared_ptr<Meeting> Meeting::Open(const Site& site, const Group& group, int64_t process,
-                                       int64_t run, double timeout_s) {
-  std::shared_ptr<Meeting> meeting(new Meeting(site, group, process, run, timeout_s));
+std::shared_ptr<Rendezvous> Rendezvous::Open(const Site& site, const Group& group, int64_t process,
+                                             int64_t run, double timeout_s) {
+  std::shared_ptr<Rendezvous> rendezvous(new Rendezvous(site, group, process, run, timeout_s));
   const auto wait = std::chrono::duration<double>(timeout_s);
-  Deadlines::Get().Add(Clock::now() + std::chrono::duration_cast<Clock::duration>(wait), meeting);
-  return meeting;
+  Deadlines::Get().Add(Clock::now() + std::chrono::duration_cast<Clock::duration>(wait),
+                       rendezvous);
+  return rendezvous;
 }
 
-Meeting::Meeting(const Site& site, const Group& group, int64_t process, int64_t run,
-                 double timeout_s)
+Rendezvous::Rendezvous(const Site& site, const Group& group, int64_t process, int64_t run,
+                       double timeout_s)
     : site_(site),
       group_(group),
       process_(process),
@@ -104,7 +105,7 @@ Meeting::Meeting(const Site& site, const Group& group, int64_t process, int64_t 
       timeout_s_(timeout_s),
       calls_(group.members_of[process].size()) {}
 
-bool Meeting::Join(int64_t place, std::shared_ptr<Call> call) {
+bool Rendezvous::Join(int64_t place, std::shared_ptr<Call> call) {
   std::unique_lock lock(mutex_);
   if (failed_ != CGX_OK) {
     lock.unlock();
@@ -118,7 +119,7 @@ bool Meeting::Join(int64_t place, std::shared_ptr<Call> call) {
   return true;
 }
 
-void Meeting::Fail(cgx_status_t status, const std::string& text) {
+void Rendezvous::Fail(cgx_status_t status, const std::string& text) {
   std::vector<std::shared_ptr<Call>> calls;
   {
     std::lock_guard lock(mutex_);
@@ -132,9 +133,9 @@ void Meeting::Fail(cgx_status_t status, const std::string& text) {
     if (call) CompleteSoon(call, status, text);
 }
 
-// The deadlines' thread comes here. Site and group live as long as a call of theirs does: so they
-// are left alone unless this meeting's calls are waiting, as only Fail() knows.
-void Meeting::Expire() {
+// Called by the thread of Deadlines. Site and group live only as long as one of their calls, so
+// this must not use them unless calls of this rendezvous are waiting, which Fail() checks.
+void Rendezvous::Expire() {
   char text[128];
   {
     std::lock_guard lock(mutex_);
@@ -145,9 +146,9 @@ void Meeting::Expire() {
   Fail(CGX_TIMEOUT, text);
 }
 
-// Below, everybody is here: calls_ does not change any more.
+// From here on, all devices have joined, and calls_ does not change.
 
-void Meeting::Run() {
+void Rendezvous::Run() {
   std::shared_ptr<Message> message;
   try {
     const Verb& verb = site_.signature().verb;
@@ -159,7 +160,7 @@ void Meeting::Run() {
   }
   message->fields.timeout_s = timeout_s_;
   message->fields.launch = static_cast<int32_t>(run_);
-  message->noise_rank = static_cast<int32_t>(process_);  // the process is the rank
+  message->noise_rank = static_cast<int32_t>(process_);  // a process is a rank
   auto self = shared_from_this();
   WithProcessCommunicator(group_.processes, [self, message](int32_t comm, cgx_status_t status,
                                                             const std::string& text) {
@@ -169,7 +170,7 @@ void Meeting::Run() {
   });
 }
 
-std::shared_ptr<Message> Meeting::NewMessage(int32_t dtype) const {
+std::shared_ptr<Message> Rendezvous::NewMessage(int32_t dtype) const {
   const Signature& signature = site_.signature();
   auto message = std::make_shared<Message>(
       MakeCall(signature.verb, signature.op, signature.configs, site_.NameOf(group_)));
@@ -178,7 +179,7 @@ std::shared_ptr<Message> Meeting::NewMessage(int32_t dtype) const {
   return message;
 }
 
-std::shared_ptr<Message> Meeting::ReduceAll() {
+std::shared_ptr<Message> Rendezvous::ReduceAll() {
   auto message = NewMessage(CGX_FLOAT32);
   const std::vector<Leaf>& leaves = calls_[0]->leaves();
   int64_t bytes = 0;
@@ -203,8 +204,8 @@ std::shared_ptr<Message> Meeting::ReduceAll() {
   return message;
 }
 
-// A block of the processes' message holds the blocks of the process's members, in order.
-std::shared_ptr<Message> Meeting::ReduceScatter() {
+// A block of the message, for one process, holds the blocks of that process's members, in order.
+std::shared_ptr<Message> Rendezvous::ReduceScatter() {
   auto message = NewMessage(CGX_FLOAT32);
   const Leaf& leaf = calls_[0]->leaves()[0];
   const auto locals = static_cast<int64_t>(calls_.size());
@@ -229,7 +230,7 @@ std::shared_ptr<Message> Meeting::ReduceScatter() {
   return message;
 }
 
-std::shared_ptr<Message> Meeting::Gather() {
+std::shared_ptr<Message> Rendezvous::Gather() {
   const int32_t dtype = calls_[0]->dtype();
   auto message = NewMessage(dtype);
   const int64_t block = calls_[0]->leaves()[0].elements(), bytes = block * SizeOf(dtype);
@@ -248,7 +249,7 @@ std::shared_ptr<Message> Meeting::Gather() {
   return message;
 }
 
-void Meeting::End(cgx_status_t status, const std::string& text) {
+void Rendezvous::End(cgx_status_t status, const std::string& text) {
   for (size_t place = 0; place < calls_.size(); ++place) {
     CompletionPool::get().run([self = shared_from_this(), place, status, text] {
       cgx_status_t ended = status;
@@ -259,13 +260,13 @@ void Meeting::End(cgx_status_t status, const std::string& text) {
         ended = StatusOf(error);
         why = error.what();
       }
-      // The last to go takes the buffers along, not the call: it must not outlive its promise.
+      // The last task frees the buffers. The call must not outlive its promise.
       self->calls_[place]->Complete(ended, why);
     });
   }
 }
 
-void Meeting::Deliver(int64_t place) {
+void Rendezvous::Deliver(int64_t place) {
   const Call& call = *calls_[place];
   const int64_t width = SizeOf(call.dtype());
   const Leaf& first = call.leaves()[0];
@@ -288,7 +289,7 @@ void Meeting::Deliver(int64_t place) {
   int64_t at = 0;
   for (const Leaf& leaf : call.leaves()) {
     check(cgx_convert(CGX_FLOAT32, sent_.get() + at, call.dtype(), leaf.result, leaf.elements()));
-    // The residual of all is given to one, and so is given once.
+    // One device gets the residual of all, so that it is added only once.
     if (leaf.residual && place == 0)
       check(cgx_convert_residual(reinterpret_cast<const float*>(residual_.get() + at), call.dtype(),
                                  leaf.residual, leaf.elements()));
