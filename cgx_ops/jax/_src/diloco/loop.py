@@ -45,6 +45,9 @@ class DiLoCo:
         method: How fragments are sent and applied.
         layout: How arrays are sharded.
 
+    Raises:
+        ValueError: From methods that need a mesh, if none was passed or set.
+
     Example:
         >>> import jax
         >>> from cgx_ops.jax import diloco
