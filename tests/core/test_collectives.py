@@ -253,7 +253,7 @@ def test_partial_sums_of_16_bits_are_counted_as_they_travel(op: Op, width: int) 
 
     cgx_plan and the bytes that were sent say so.
     """
-    size, numel, header = 4, 40_000, 200  # of docs/reference/wire_format.md, section 6
+    size, numel, header = 4, 40_000, 200  # of docs/reference/control_messages.md
 
     def run(rank: int, comm: Communicator) -> tuple[int, int]:
         x = np.ones(numel, np.float16)

@@ -23,7 +23,7 @@ from cgx_ops import Communicator, Config, MismatchError
 from cgx_ops._core import library, structs, tables
 from cgx_ops._core.call import Call
 
-HEADER = 200  # docs/reference/wire_format.md, section 6
+HEADER = 200  # docs/reference/control_messages.md
 
 
 def check_plan(comm: Communicator, picked: str) -> None:
