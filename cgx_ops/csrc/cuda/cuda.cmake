@@ -1,15 +1,15 @@
-# What of libcgx.so needs the CUDA toolkit: sets CGX_CUDA_SOURCES and the flags
-# of nvcc. Included by cgx_ops/csrc/CMakeLists.txt. Without CGX_NVCC: absent.cc, which says so.
+# The sources of libcgx.so that need the CUDA toolkit, and the flags of nvcc: sets CGX_CUDA_SOURCES.
+# Included by cgx_ops/csrc/CMakeLists.txt. Without CGX_NVCC it uses absent.cc, which reports errors.
 #
-# The runtime is linked in (CUDA_RUNTIME_LIBRARY's default, Static) and finds the driver at its
-# first call, so that one libcgx.so also loads on machines that have none.
+# The runtime is linked statically (the default of CUDA_RUNTIME_LIBRARY) and looks up the driver on
+# first use, so libcgx.so also loads on machines without a driver.
 
 if(NOT CGX_NVCC)
   set(CGX_CUDA_SOURCES ${CMAKE_CURRENT_LIST_DIR}/absent.cc)
   return()
 endif()
 
-# Ampere's and Hopper's own code; what comes later compiles the last one's PTX when it is loaded.
+# Binaries for Ampere and Hopper. Later GPUs compile Hopper's PTX when they load it.
 set(CMAKE_CUDA_ARCHITECTURES "80-real;90-real;90-virtual")
 set(CMAKE_CUDA_COMPILER ${CGX_NVCC})
 set(CMAKE_CUDA_STANDARD 20)
@@ -18,19 +18,19 @@ set(CMAKE_CUDA_EXTENSIONS OFF)
 set(CMAKE_CUDA_VISIBILITY_PRESET hidden)
 enable_language(CUDA)
 
-# Device code spells its arithmetic out (kernel/cuda/arithmetic.h): no flag is needed for its bits.
+# Device code uses explicit rounding intrinsics (kernel/cuda/arithmetic.h), so it needs no flags.
 set(flags -Xcompiler=-Wall,-Wextra,-ffp-contract=off)
 if(CGX_WERROR)
   list(APPEND flags --Werror=all-warnings -Xcompiler=-Werror)
 endif()
-# A quarter of the bytes. Every driver of CUDA 13 unpacks it; those before may not.
+# Compresses to a quarter of the size. All drivers of CUDA 13 support it, older ones may not.
 if(CMAKE_CUDA_COMPILER_VERSION VERSION_GREATER_EQUAL 13)
   list(APPEND flags --compress-mode=size)
 endif()
 add_compile_options("$<$<COMPILE_LANGUAGE:CUDA>:${flags}>")
 
-# Only these files include the runtime's headers. The flags of all others are those of a build
-# without CUDA, so that their objects serve both.
+# Only these files include the runtime's headers. All others have the flags of a build without CUDA,
+# so that both builds can share their objects.
 file(GLOB sources CONFIGURE_DEPENDS ${CMAKE_CURRENT_LIST_DIR}/*.cc)
 list(FILTER sources EXCLUDE REGEX "/absent\\.cc$")
 list(TRANSFORM CMAKE_CUDA_TOOLKIT_INCLUDE_DIRECTORIES PREPEND -isystem OUTPUT_VARIABLE includes)

@@ -1,13 +1,13 @@
 # Sources of the kernels and the options of each: sets CGX_KERNEL_SOURCES. Included by
-# cgx_ops/csrc/CMakeLists.txt, because properties of a source count only in the directory that sets
-# them. Every target gives the same bits: no contraction to FMA, no fast-math. -fno-trapping-math
-# changes no result: it lets the compiler compute both sides of a choice, as SIMD must.
+# cgx_ops/csrc/CMakeLists.txt, because source properties apply only in the directory that sets them.
+# Targets must give the same bits, so they use no FMA contraction and no fast-math. -fno-trapping-math
+# does not change results: it lets the compiler evaluate both sides of a condition, as SIMD needs.
 
 set(CGX_KERNEL_DIR ${CMAKE_CURRENT_LIST_DIR})
 set(CGX_KERNEL_SOURCES ${CGX_KERNEL_DIR}/dispatch.cc)
 
-# Instrumented, the kernels take minutes to compile at -O3, and GCC 12's pass esra fails on them
-# under ThreadSanitizer.
+# With sanitizers, the kernels take minutes to compile at -O3, and GCC 12's pass esra fails on them
+# with ThreadSanitizer.
 set(CGX_KERNEL_OPTIMIZATION -O3)
 if(CGX_SANITIZE)
   set(CGX_KERNEL_OPTIMIZATION "-O1;$<$<CXX_COMPILER_ID:GNU>:-fno-tree-sra>")

@@ -108,10 +108,10 @@ typedef int (*cgx_allgather_t)(void* context, const void* mine, size_t bytes, vo
 /** Arguments of cgx_comm_create. */
 typedef struct cgx_bootstrap_t {
   size_t struct_size;
-  int32_t rank; /**< This rank, 0 to size - 1. */
-  int32_t size; /**< Number of ranks. */
-  cgx_allgather_t allgather;
-  void* context;    /**< Passed to allgather. Not used after cgx_comm_create returns. */
+  int32_t rank;              /**< This rank, 0 to size - 1. */
+  int32_t size;              /**< Number of ranks. */
+  cgx_allgather_t allgather; /**< Exchanges data among the ranks. Called several times. */
+  void* context;             /**< Passed to allgather. Not used after cgx_comm_create returns. */
   const char* name; /**< Unique among the open communicators of this process; at most 512 bytes.
                          cgx_init returns the one named "world". */
   const char* transport; /**< "AUTO", "SHM", "MPI", "TCP" or "NCCL" (NCCL between GPUs, otherwise as
@@ -131,8 +131,8 @@ typedef struct cgx_bootstrap_t {
  * collectives on GPUs. */
 typedef struct cgx_comm_info_t {
   size_t struct_size;
-  int32_t rank;
-  int32_t size;
+  int32_t rank;          /**< This rank. */
+  int32_t size;          /**< Number of ranks. */
   int32_t closed;        /**< 1 after a failure or cgx_comm_close. */
   const char* name;      /**< Valid until this thread's next cgx_comm_info. */
   const char* transport; /**< "self", or one of the "transports" of cgx_describe. Static. */
@@ -158,10 +158,10 @@ typedef struct cgx_comm_info_t {
 /** Totals of this process since it started. Bytes are counted as in cgx_comm_info_t. */
 typedef struct cgx_traffic_t {
   size_t struct_size;
-  int64_t collectives;
-  int64_t bytes_in;
-  int64_t bytes_plain;
-  int64_t bytes_sent;
+  int64_t collectives; /**< Collectives completed without error. */
+  int64_t bytes_in;    /**< Their uncompressed input. */
+  int64_t bytes_plain; /**< Bytes that an optimal uncompressed algorithm would send. */
+  int64_t bytes_sent;  /**< Bytes sent to peers. */
 } cgx_traffic_t;
 
 /** Create a communicator. Collective over the ranks of the bootstrap.
@@ -211,6 +211,8 @@ CGX_API cgx_status_t cgx_comm_group(int32_t comm, const int32_t* ranks, int32_t 
 
 /** Find an open communicator of this process by name.
  *
+ * @param name The communicator's name.
+ * @param[out] comm Its id.
  * @return CGX_OK, or CGX_NOT_FOUND. */
 CGX_API cgx_status_t cgx_comm_find(const char* name, int32_t* comm);
 
@@ -248,8 +250,9 @@ CGX_API cgx_status_t cgx_comm_find_lost(int32_t comm, double seconds);
 /** Close a communicator on this rank and free it. Not collective.
  *
  * Waits, at most for the communicator's timeout, until peers have received all data sent to them.
- * The id becomes invalid: later calls return CGX_CLOSED.
+ * The id becomes invalid: later calls return CGX_CLOSED. Collectives in flight end with CGX_CLOSED.
  *
+ * @param comm The communicator.
  * @return CGX_OK, CGX_NOT_FOUND, or CGX_CLOSED if it was closed before. */
 CGX_API cgx_status_t cgx_comm_close(int32_t comm);
 
@@ -292,9 +295,9 @@ typedef struct cgx_segment_t {
 
 /** Arguments of a collective.
  *
- * Ranks must pass equal values, except for addresses, offsets, timeout_s, and a seed of type
- * CGX_SEED_OF_NOISE. If they differ, all ranks get CGX_MISMATCH. Zero-initialize the struct, then
- * set struct_size and occurrence = -1. */
+ * Ranks must pass equal values, except for addresses, offsets, comm, timeout_s, noise_rank, and a
+ * seed of type CGX_SEED_OF_NOISE. If they differ, all ranks get CGX_MISMATCH. Zero-initialize the
+ * struct, then set struct_size and occurrence = -1. */
 typedef struct cgx_collective_t {
   size_t struct_size;
   int32_t comm;        /**< The communicator. */
@@ -308,7 +311,7 @@ typedef struct cgx_collective_t {
   void* output;      /**< One block or, for all_gather, one per rank. allreduce: may equal input. */
   int64_t block_numel;           /**< Elements of a block; 0: where the last segment ends. */
   const cgx_segment_t* segments; /**< Segments of each block. */
-  int64_t num_segments;
+  int64_t num_segments;          /**< Number of segments; may be 0. */
   const char* name;   /**< Matches this call with those of other ranks, which may start named
                            collectives in any order. NULL or "": calls match in program order. */
   int64_t occurrence; /**< How often the name has been used before; < 0: the communicator counts. */

@@ -43,8 +43,9 @@ typedef enum cgx_rounding_t {
                            cgx_compressors(). */
 } cgx_rounding_t;
 
-/** Compressors. docs/reference/wire_format.md defines the bytes of CGX_UNIFORM, compressor_formats.md
- * in the same folder those of the others, and docs/explanation/numerics.md their errors. */
+/** Compressors. docs/reference/wire_format.md defines the bytes of CGX_UNIFORM,
+ * compressor_formats.md in the same folder those of the others, and docs/explanation/numerics.md
+ * their errors. */
 typedef enum cgx_compressor_t {
   CGX_UNIFORM = 0,   /**< Evenly spaced levels between the minimum and maximum of a bucket. */
   CGX_LEVELS = 1,    /**< Fixed levels, scaled by the root mean square of a bucket. */
