@@ -275,7 +275,7 @@ Agreement make_agreement(const cgx_collective_t& call, const Plan& plan) {
   return agreement;
 }
 
-bool alike(const Agreement& left, const Agreement& right) {
+bool agreements_match(const Agreement& left, const Agreement& right) {
   if (of_other_launches(left, right)) return false;
   Agreement other = right;
   other.launch = left.launch;

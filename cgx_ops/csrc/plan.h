@@ -110,7 +110,7 @@ Agreement make_agreement(const cgx_collective_t& call, const Plan& plan);
 // Returns a hash of the seeds of random indices, or nullopt without randk.
 std::optional<uint64_t> shared_seeds(const Plan& plan);
 // Whether two agreements match. Launches of different programs may differ.
-bool alike(const Agreement& left, const Agreement& right);
+bool agreements_match(const Agreement& left, const Agreement& right);
 // Describes the difference: "numel 1000 against 999, bits 4 against 8".
 std::string difference(const Agreement& left, const Agreement& right);
 

@@ -196,7 +196,7 @@ void test_signals() {
     world[0].fault = world[1].fault = 0;
     world[1].done = 2;
     world.exchange_as(1, 9);
-    CHECK(world[1].report.exchange == 2 && world[1].fault == kFailedAndTold, "the next");
+    CHECK(world[1].report.exchange == 2 && world[1].fault == kFailedAndNotified, "the next");
   }
 }
 

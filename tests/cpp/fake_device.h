@@ -174,7 +174,7 @@ inline void run(const Signals& launch) {
         number(mailbox(which, peer, launch.rank)).store(value, std::memory_order_release);
   };
   const auto give_up = [&](cgx_status_t status, int peer, const Notice* theirs) {
-    *launch.fault = kFailedAndTold;
+    *launch.fault = kFailedAndNotified;
     if (launch.report->status == CGX_OK) {
       launch.report->rank = peer;
       launch.report->exchange = exchange;
@@ -185,9 +185,9 @@ inline void run(const Signals& launch) {
     say(exchange + 1, kGaveUp | exchange);
     if (status != CGX_MISMATCH) say(exchange, kGaveUp | exchange);
   };
-  if (*launch.fault == kFailedAndTold) return;
+  if (*launch.fault == kFailedAndNotified) return;
   if (*launch.fault) {
-    *launch.fault = kFailedAndTold;
+    *launch.fault = kFailedAndNotified;
     say(exchange + 1, kGaveUp | exchange);
     return say(exchange, kGaveUp | exchange);
   }

@@ -30,7 +30,7 @@ class Search {
       : values_(values), numel_(numel), least_(least), most_(most) {}
 
   enum class Above { kTooFew, kEnough, kTooMany };
-  Above look(float threshold) {
+  Above inspect(float threshold) {
     const auto key = std::bit_cast<int32_t>(threshold);  // magnitudes are ordered as their bits
     if (key <= too_many_to_) return Above::kTooMany;
     if (key >= too_few_from_) return Above::kTooFew;
@@ -168,7 +168,7 @@ class Threshold final : public Codec {
     }
     Search search(values, numel, static_cast<int64_t>(std::ceil(least)), most);
     for (int round = 0; round < kMostRounds; ++round) {
-      const Search::Above above = search.look(threshold);
+      const Search::Above above = search.inspect(threshold);
       if (above == Search::Above::kEnough) break;
       threshold *= static_cast<float>(above == Search::Above::kTooMany ? kMost : kLeast);
     }

@@ -21,45 +21,45 @@ int64_t aligned(int64_t bytes) {
 }
 
 // The contents of a notice.
-struct Said {
+struct NoticeData {
   Agreement agreement;
   uint64_t number;
   double timeout_s;  // differs between ranks, so it is not in the digest
   // The rest of the words; longer names are truncated.
   char name[sizeof(Notice::words) - sizeof(agreement) - sizeof(number) - sizeof(timeout_s)];
 };
-static_assert(sizeof(Said) == sizeof(Notice::words) && sizeof(Said::name) >= 32);
+static_assert(sizeof(NoticeData) == sizeof(Notice::words) && sizeof(NoticeData::name) >= 32);
 
 Notice notice_of(const Call& call) {
   Notice notice{};
-  Said said{};
-  said.agreement = call.agreement;
-  said.number = call.number;
-  put_text(said.name, call.name);
-  std::memcpy(notice.words, &said, sizeof(said));
+  NoticeData data{};
+  data.agreement = call.agreement;
+  data.number = call.number;
+  put_text(data.name, call.name);
+  std::memcpy(notice.words, &data, sizeof(data));
   notice.digest =
       fnv1a(std::as_bytes(std::span(notice.words)), fnv1a(std::as_bytes(std::span(call.name))));
-  said.timeout_s = call.timeout.count();
-  std::memcpy(notice.words, &said, sizeof(said));
+  data.timeout_s = call.timeout.count();
+  std::memcpy(notice.words, &data, sizeof(data));
   return notice;
 }
 
-Said said_in(const Notice& notice) {
-  Said said;
-  std::memcpy(&said, notice.words, sizeof(said));
-  return said;
+NoticeData data_of(const Notice& notice) {
+  NoticeData data;
+  std::memcpy(&data, notice.words, sizeof(data));
+  return data;
 }
 
 // Formats a device's report.
 std::string text_of(const Report& report) {
-  const Said ours = said_in(report.ours);
+  const NoticeData ours = data_of(report.ours);
   const std::string what = join("device collective ", title_of(ours.name, ours.number));
   switch (report.status) {
     case CGX_TIMEOUT:
       return join(what, ": rank ", report.rank, " has not called it within ", ours.timeout_s,
                   " s; it is late or lost, or has called fewer collectives");
     case CGX_MISMATCH: {
-      const Said theirs = said_in(report.theirs);
+      const NoticeData theirs = data_of(report.theirs);
       const std::string differs =
           theirs.number != ours.number || std::strcmp(theirs.name, ours.name)
               ? join("it calls ", title_of(theirs.name, theirs.number))
@@ -93,7 +93,7 @@ class Direct final : public Wire, private Lane {
         control_(device.allocate(sizeof(Control), Place::kDevice)),
         pinned_(device.allocate(sizeof(Pinned), Place::kPinned)),
         shared_(device.share(window_)) {
-    pinned()->given_up = kFailedAndTold + 1;
+    pinned()->given_up = kFailedAndNotified + 1;
     keep(window_);
   }
 

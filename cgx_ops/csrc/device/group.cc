@@ -18,9 +18,9 @@ namespace cgx::device {
 namespace {
 
 // Reports once per process why AUTO uses a slower wire.
-void tell_once(const std::string& text) {
-  static std::once_flag told;
-  std::call_once(told, [&] { std::fprintf(stderr, "cgx: %s\n", text.c_str()); });
+void warn_once(const std::string& text) {
+  static std::once_flag warned;
+  std::call_once(warned, [&] { std::fprintf(stderr, "cgx: %s\n", text.c_str()); });
 }
 
 }  // namespace
@@ -64,7 +64,7 @@ Group::Group(Device& device, HostLink& host, const std::string& type, Seconds ti
   require(wire_ != nullptr, CGX_SYSTEM, "cannot connect the GPUs of communicator '", host.name(),
           "' (COMMUNICATOR_TYPE ", type, "): ", reasons);
   if (!reasons.empty())
-    tell_once(join("the GPUs of communicator '", host.name(), "' use the wire '", wire_->name(),
+    warn_once(join("the GPUs of communicator '", host.name(), "' use the wire '", wire_->name(),
                    "' because better ones are not available: ", reasons));
   tail_ = device.make_queue();
 }

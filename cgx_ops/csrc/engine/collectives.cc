@@ -145,7 +145,7 @@ void Engine::agree(Collective& collective) {
   const Agreement& reference = collective.headers[first]->agreement;
   for (const int member : collective.members) {
     const Agreement& other = collective.headers[member]->agreement;
-    if (alike(reference, other)) continue;
+    if (agreements_match(reference, other)) continue;
     finish(collective, CGX_MISMATCH,
            join("ranks ", first, " and ", member, " disagree on collective ", collective.key, ": ",
                 difference(reference, other),

@@ -53,9 +53,9 @@ uint64_t Handshake::proof(Side side, const Nonce& theirs) const {
     uint64_t side;
     Nonce of_dialer, of_acceptor;
     int64_t dialer, acceptor;
-  } said{static_cast<uint64_t>(side), dials ? nonce_ : theirs, dials ? theirs : nonce_,
-         dials ? rank_ : peer_, dials ? peer_ : rank_};
-  return siphash(key_, as_bytes(said));
+  } fields{static_cast<uint64_t>(side), dials ? nonce_ : theirs, dials ? theirs : nonce_,
+           dials ? rank_ : peer_, dials ? peer_ : rank_};
+  return siphash(key_, as_bytes(fields));
 }
 
 Bytes Handshake::refuse() {

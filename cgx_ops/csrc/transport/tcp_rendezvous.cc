@@ -63,15 +63,15 @@ class Conversation {
       until_ = Clock::now() + kHandshakeTime;
     }
     while (handshake_.state() == Handshake::State::kGoing && failure_.empty()) {
-      const size_t there = heard_.size(), all = handshake_.awaits();
-      heard_.resize(all);
-      const ssize_t got = recv(socket_.get(), heard_.data() + there, all - there, 0);
-      heard_.resize(there + std::max<ssize_t>(got, 0));
+      const size_t there = received_.size(), all = handshake_.awaits();
+      received_.resize(all);
+      const ssize_t got = recv(socket_.get(), received_.data() + there, all - there, 0);
+      received_.resize(there + std::max<ssize_t>(got, 0));
       if (got == 0) return give_up("it closed the connection");
       if (got < 0 && (errno == EAGAIN || errno == EINTR)) return;
       if (got < 0) return give_up(std::strerror(errno));
-      if (heard_.size() < all) return;
-      send_all(handshake_.take(std::exchange(heard_, {})));
+      if (received_.size() < all) return;
+      send_all(handshake_.take(std::exchange(received_, {})));
       if (handshake_.state() == Handshake::State::kRefused)
         give_up("the process at this address is not a rank of this communicator");
     }
@@ -90,7 +90,7 @@ class Conversation {
   Handshake handshake_;
   bool connecting_;
   Clock::time_point until_;
-  Bytes heard_;
+  Bytes received_;
   std::string failure_;
 };
 

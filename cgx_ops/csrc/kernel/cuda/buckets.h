@@ -112,7 +112,7 @@ CGX_LANE float vote_of(Group& group, std::byte* buffer, const std::byte* values,
   for (int64_t start = 0; start < numel; start += Layout<Group>::kTile) {
     const auto length = static_cast<int>(at_most(Layout<Group>::kTile, numel - start));
     own(tile, start, length);
-    keys.look(tile, length, [](float x) { return magnitude_key(x); });
+    keys.inspect(tile, length, [](float x) { return magnitude_key(x); });
   }
   const bool finite = is_finite(float_of(static_cast<uint32_t>(keys.extremes().highest)));
   return finite ? 1.0f : float_of(kFloat32Nan);

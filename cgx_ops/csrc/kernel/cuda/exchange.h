@@ -37,12 +37,12 @@ CGX_LANE void exchange(Group& group, const Signals& signals) {
     return signals.at_peer[rank][region + peer];
   };
   const uint32_t fault = *signals.fault;
-  if (fault == kFailedAndTold) return;
+  if (fault == kFailedAndNotified) return;
   bool failed = fault != 0;
   bool disagrees = false;
 
   typename Group::template Lanes<Peer> peers;
-  typename Group::template Lanes<bool> said;
+  typename Group::template Lanes<bool> flags;
   if (!failed) {
     group.each([&](int lane) {
       for (int peer = 0; peer < size; ++peer) {
@@ -76,11 +76,11 @@ CGX_LANE void exchange(Group& group, const Signals& signals) {
             peer.failure = CGX_TIMEOUT;
           }
         }
-        said[lane] = peer.failure != CGX_OK;
+        flags[lane] = peer.failure != CGX_OK;
       });
-      failed = group.any(said);
-      group.each([&](int lane) { said[lane] = peers[lane].awaited; });
-      waiting = group.any(said);
+      failed = group.any(flags);
+      group.each([&](int lane) { flags[lane] = peers[lane].awaited; });
+      waiting = group.any(flags);
       if (waiting && !failed) Memory::pause();
     }
     if (!failed) {
@@ -90,12 +90,12 @@ CGX_LANE void exchange(Group& group, const Signals& signals) {
       return;
     }
     // A mismatch is detected by all ranks: each must see it in the notices of this exchange.
-    group.each([&](int lane) { said[lane] = peers[lane].failure == CGX_MISMATCH; });
-    disagrees = group.any(said);
+    group.each([&](int lane) { flags[lane] = peers[lane].failure == CGX_MISMATCH; });
+    disagrees = group.any(flags);
     // The report names the lowest failed rank; a mismatch takes precedence.
     typename Group::template Lanes<Extremes> ranks;
     group.each([&](int lane) {
-      const bool counts = disagrees ? said[lane] : peers[lane].failure != CGX_OK;
+      const bool counts = disagrees ? flags[lane] : peers[lane].failure != CGX_OK;
       const int named = counts ? lane : Group::kLanes;
       ranks[lane] = {named, named};
     });
@@ -112,7 +112,7 @@ CGX_LANE void exchange(Group& group, const Signals& signals) {
     });
   }
   group.each([&](int lane) {
-    if (lane == 0) *signals.fault = kFailedAndTold;
+    if (lane == 0) *signals.fault = kFailedAndNotified;
     if (lane >= size || lane == rank) return;
     Mailbox* const mine = &signals.at_peer[lane][rank];  // in region 0; region 1 is `size` further
     Memory::store_release(&mine[size - region].exchange, kGaveUp | number);

@@ -233,11 +233,11 @@ struct AnyFormat {
       found_ = extremes_.extremes();
       return !is_uniform() && is_finite(largest()) && needs_sums(coding_);
     }
-    CGX_LANE void look(int pass, typename Group::template Lanes<Tile>& tile, int length) {
+    CGX_LANE void inspect(int pass, typename Group::template Lanes<Tile>& tile, int length) {
       if (pass == 0) {
         const bool uniform = is_uniform();
-        extremes_.look(tile, length,
-                       [&](float x) { return uniform ? key_of(x) : magnitude_key(x); });
+        extremes_.inspect(tile, length,
+                          [&](float x) { return uniform ? key_of(x) : magnitude_key(x); });
       } else {
         add_sums(group_, buffer_, tile, length, terms_of(coding_), prescale_of(largest()).down,
                  &sums_);

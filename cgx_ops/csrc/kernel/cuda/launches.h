@@ -118,7 +118,7 @@ struct Mailbox {
   uint64_t exchange;  // number of the last exchange whose messages the sender has written
   Notice notice;
 };
-inline constexpr uint32_t kFailedAndTold = 1;           // fault word: peers have been notified
+inline constexpr uint32_t kFailedAndNotified = 1;       // fault word: peers have been notified
 inline constexpr uint64_t kGaveUp = uint64_t{1} << 63;  // with the number of the exchange in which
                                                         // the sender failed
 
@@ -136,10 +136,10 @@ struct Report {
 //   a peer's number is too small after timeout_ns -> CGX_TIMEOUT
 //   it has kGaveUp and is not above this one's    -> CGX_PEER_FAILED
 //   its notice has a different digest             -> CGX_MISMATCH
-// On a failure it sets *fault to kFailedAndTold and (the first time) *report, and writes kGaveUp to
-// all peers. It writes both mailboxes, but after a mismatch only that of the next exchange, so that
-// every rank sees the notices of this one. If the host has set *fault to another value before, it
-// only writes kGaveUp. Mailboxes of region 1 are `size` after those of region 0.
+// On a failure it sets *fault to kFailedAndNotified and (the first time) *report, and writes
+// kGaveUp to all peers. It writes both mailboxes, but after a mismatch only that of the next
+// exchange, so that every rank sees the notices of this one. If the host has set *fault to another
+// value before, it only writes kGaveUp. Mailboxes of region 1 are `size` after those of region 0.
 struct Signals {
   int32_t rank = 0, size = 0;
   Mailbox* at_peer[kMostPeers] =

@@ -30,7 +30,7 @@ class ExtremesOfTiles {
     group_.each([&](int lane) { keys_[lane] = {INT32_MAX, INT32_MIN}; });
   }
   template <typename Key>
-  CGX_LANE void look(typename Group::template Lanes<Tile>& tile, int length, const Key& key_of) {
+  CGX_LANE void inspect(typename Group::template Lanes<Tile>& tile, int length, const Key& key_of) {
     group_.each([&](int lane) {
       for_units<Group::kLanes>(lane, length, [&](int u, int, int) {
         CGX_UNROLL

@@ -251,7 +251,7 @@ CGX_LANE void write_record(Group& group, std::byte* buffer, const Target& target
           rotate_tile(group, buffer, tile, length, coding.rotation_log);
       }
       if (pass < kWrites) {
-        measure.look(pass, tile, length);
+        measure.inspect(pass, tile, length);
       } else if (pass == kWrites) {
         const Making<Format> making(measure.grid(), coding, target);
         write_tile<Value>(group, buffer, target, coding, making, start, length, tile);

@@ -161,8 +161,8 @@ struct UniformFormat {
     CGX_LANE Measure(Group& group, std::byte* /*buffer*/, const Coding& coding, int64_t /*numel*/)
         : coding_(coding), extremes_(group) {}
     CGX_LANE bool needs(int /*pass*/) const { return true; }
-    CGX_LANE void look(int /*pass*/, typename Group::template Lanes<Tile>& tile, int length) {
-      extremes_.look(tile, length, [](float x) { return key_of(x); });
+    CGX_LANE void inspect(int /*pass*/, typename Group::template Lanes<Tile>& tile, int length) {
+      extremes_.inspect(tile, length, [](float x) { return key_of(x); });
     }
     CGX_LANE Grid grid() { return range_of(extremes_.extremes(), coding_.bits); }
 
