@@ -18,7 +18,7 @@ std::string describe_driver() {
 std::string describe_device(int ordinal) {
   cudaDeviceProp properties{};
   cuda::check(cudaGetDeviceProperties(&properties, ordinal),
-              "querying the properties of cuda:", ordinal, " what it is");
+              "querying the properties of cuda:", ordinal);
   return join("{\"name\": \"", properties.name, "\", \"capability\": \"", properties.major, ".",
               properties.minor, "\", \"memory_gib\": ", (properties.totalGlobalMem >> 30), "}");
 }
