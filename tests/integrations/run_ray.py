@@ -31,6 +31,7 @@ def train(settings: dict[str, Any]) -> None:
     model = prepare_model(network())
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     state = cgx_ops.torch.hook_state(model)
+    assert state is not None  # the backend has registered its hook
     first = 0
     if settings["checkpoint"]:
         with Checkpoint(settings["checkpoint"]).as_directory() as folder:
