@@ -14,7 +14,7 @@ pytest.importorskip("ray.train")
 HERE = Path(__file__).parent
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(700)
 def test_training_resumes_to_the_bit(tmp_path: Path) -> None:
     path = os.pathsep.join([str(HERE), launch.python_path()])
     ended = subprocess.run(
@@ -22,7 +22,7 @@ def test_training_resumes_to_the_bit(tmp_path: Path) -> None:
         env={**os.environ, "PYTHONPATH": path},
         capture_output=True,
         text=True,
-        timeout=360,
+        timeout=600,
     )
     assert ended.returncode == 0, ended.stderr
     lines = [line for line in ended.stdout.splitlines() if line.startswith("[{")]
