@@ -1,12 +1,17 @@
 """Train with AdamW and compressed gradients: held-out loss against exact AdamW.
 
-    PYTHONPATH=examples/methods mpirun -n 2 python benchmarks/adamw.py --json FILE
+    python benchmarks/adamw.py --json FILE
+    python benchmarks/adamw.py --again FILE [FILE ...] --plot FILE --docs PAGE
 
-Three steps for each task of examples/methods:
+Two models train, a perceptron on digits and a transformer on characters (small_tasks.py):
 
 1. Exact AdamW trains at every rate of --rates, with every seed.
 2. The rate with the lowest mean held-out loss is the best rate.
 3. Every other method trains at the best rate and at a third of it.
+
+The two ranks are threads of this process. They average with the same collectives as processes do,
+with the segments that the DDP hook makes: vectors travel exact. PowerSGD's arithmetic and 1-bit
+Adam's are written out here, as in power_sgd_hook and OneBitAdam.
 
 The file is written after each training. A second run with the same file continues there.
 """
@@ -14,80 +19,219 @@ The file is written after each training. A second run with the same file continu
 import argparse
 import itertools
 import json
+import math
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
+import documents
+import numpy as np
+import numpy.typing as npt
+import plots
 import torch
-import torch.distributed as dist
-from boxes import boxes
-from characters import characters
-from images import images
-from methods import METHODS, Method, Prepared, Run, codec, own_gradients, power_sgd
-from task import Task, risen_cosine
+from small_tasks import Task, digits, gpt
 from torch import nn
-from training import TURNS, Training, start
 
-from cgx_ops import Config
+from cgx_ops import Communicator, Config, Segment
 from cgx_ops._core.table import Table
 from cgx_ops.bench.report import Report
-from cgx_ops.torch.optim import OneBitAdam
 
-TASKS = {"characters": characters, "images": images, "boxes": boxes}
-STEPS = {"characters": 300, "images": 250, "boxes": 250}
-EXACT = "exact"
-BETAS, DECAY = (0.9, 0.95), 0.01
+Floats = npt.NDArray[np.float32]
+
+RANKS = 2
+TASKS = {"gpt": gpt, "digits": digits}
+BETAS, EPS, DECAY = (0.9, 0.95), 1e-8, 0.01
+RISING = 0.05  # of the steps: the rate's linear warm-up, before a cosine to 0
 FROZEN_AFTER = 0.2  # of the steps: 1-bit Adam's warm-up
+LOW_RANK = 4  # PowerSGD's
 
 
-def adamw(parameters: Any, rate: float, _: float) -> torch.optim.Optimizer:
-    """Return AdamW with the settings of this benchmark."""
-    return torch.optim.AdamW(parameters, rate, BETAS, weight_decay=DECAY)
+@dataclass(frozen=True)
+class Method:
+    """What is averaged, and how.
+
+    Attributes:
+        config: the codec.
+        sends: gradients; 1-bit Adam's momentum; or PowerSGD's factors of gradients.
+    """
+
+    config: Config
+    sends: Literal["gradients", "momentum", "factors"] = "gradients"
 
 
-def one_bit_adam(config: Config) -> Method:
-    """Return 1-bit Adam, whose momentum is averaged with a Config."""
-
-    def prepare(model: nn.Module, run: Run) -> Prepared:
-        wrapped = own_gradients(model)
-        return wrapped, OneBitAdam(
-            wrapped.parameters(),
-            run.task.rate,
-            BETAS,
-            weight_decay=DECAY,
-            warmup_steps=run.warmup,
-            config=config,
-            seed=run.seed,
-        )
-
-    return Method(prepare, warms=True)
+def levels(bits: int, feedback: bool) -> Config:
+    """Return the compressor "levels" with a rotation."""
+    return Config(bits, compressor="levels", rotation=32, error_feedback=feedback)
 
 
-def levels(bits: int, feedback: bool) -> Method:
-    """Return gradients in "levels", rotated."""
-    return codec(Config(bits, compressor="levels", rotation=32, error_feedback=feedback))
-
-
-COMPARED: dict[str, Method] = {
-    EXACT: codec(Config(32)),
-    "4 bits": codec(Config(4)),
-    "2 bits rotated levels, feedback": levels(2, True),
-    "2 bits rotated levels": levels(2, False),
-    "1-bit Adam": one_bit_adam(Config(1, compressor="levels")),
-    "1-bit Adam, exact momentum": one_bit_adam(Config(32)),
-    "8 bits": codec(Config(8)),
-    "2 bits": codec(Config(2)),
-    "4 bits nearest": codec(Config(4, rounding="nearest", error_feedback=False)),
-    "4 bits nearest, feedback": codec(Config(4, rounding="nearest", error_feedback=True)),
-    "1 bit rotated levels, feedback": levels(1, True),
-    "PowerSGD rank 4": Method(power_sgd),
-    "topk 1 %, feedback": codec(
+EXACT = "exact"
+METHODS: dict[str, Method] = {
+    EXACT: Method(Config(32)),
+    "8 bits": Method(Config(8)),
+    "4 bits": Method(Config(4)),
+    "4 bits nearest": Method(Config(4, rounding="nearest", error_feedback=False)),
+    "4 bits nearest, feedback": Method(Config(4, rounding="nearest", error_feedback=True)),
+    "2 bits": Method(Config(2)),
+    "2 bits rotated levels": Method(levels(2, False)),
+    "2 bits rotated levels, feedback": Method(levels(2, True)),
+    "1 bit rotated levels, feedback": Method(levels(1, True)),
+    "topk 1 %, feedback": Method(
         Config(compressor="topk", density=0.01, bucket_size=4096, error_feedback=True)
     ),
+    f"PowerSGD rank {LOW_RANK}": Method(Config(32), "factors"),
+    "1-bit Adam": Method(Config(1, compressor="levels", error_feedback=True), "momentum"),
+    "1-bit Adam, exact momentum": Method(Config(32), "momentum"),
 }
-METHODS.update(COMPARED)
+
+
+# ---- training ------------------------------------------------------------------------------------
+
+
+class Averager:
+    """Averages one vector of each rank with a codec, and stores the residuals."""
+
+    def __init__(self, comms: list[Communicator], model: nn.Module, config: Config) -> None:
+        self._comms, self._config, self._pool = comms, config, ThreadPoolExecutor(RANKS)
+        self._segments, end = list[Segment](), 0
+        for p in model.parameters():
+            own = Config(bits=32) if p.dim() <= 1 else None
+            self._segments.append(Segment(end, p.numel(), own))
+            end += p.numel()
+        self._residuals = [np.zeros(end, np.float32) for _ in range(RANKS)]
+        self.sent = 0
+
+    def mean(self, vectors: list[Floats]) -> Floats:
+        """Return the average that every rank gets."""
+
+        def one(rank: int) -> Floats:
+            return self._comms[rank].allreduce(
+                vectors[rank],
+                "avg",
+                self._config,
+                segments=self._segments,
+                residual=self._residuals[rank] if self._config.keeps_residuals else None,
+            )
+
+        before = self._comms[0].stats().bytes_sent
+        first, other = self._pool.map(one, range(RANKS))
+        assert first.tobytes() == other.tobytes()
+        self.sent += self._comms[0].stats().bytes_sent - before
+        return first
+
+
+class PowerSgd:
+    """Averages gradients by PowerSGD with each rank's own residuals, as power_sgd_hook does.
+
+    A matrix of n rows and m columns is factored if the factors have less than half its elements.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._shapes = [p.shape for p in model.parameters()]
+        generator = torch.Generator().manual_seed(0)
+        self._q = [
+            torch.randn(math.prod(s[1:]), LOW_RANK, generator=generator)
+            if len(s) > 1 and 2 * LOW_RANK * (s[0] + math.prod(s[1:])) < s.numel()
+            else None
+            for s in self._shapes
+        ]
+        self._residuals: dict[int, list[torch.Tensor]] = {}
+        self.sent, self._steps = 0, 0
+
+    def mean(self, vectors: list[Floats]) -> Floats:
+        """Return the average."""
+        self._steps += 1
+        parts = [torch.from_numpy(v).split([s.numel() for s in self._shapes]) for v in vectors]
+        found = []
+        for i, (shape, q) in enumerate(zip(self._shapes, self._q, strict=True)):
+            mine = [part[i].view(shape[0], -1) for part in parts]
+            if q is None or self._steps <= 2:
+                found.append(sum(mine, torch.zeros(())).flatten() / RANKS)
+                self.sent += 4 * shape.numel()
+                continue
+            if i in self._residuals:
+                mine = [m + e for m, e in zip(mine, self._residuals[i], strict=True)]
+            p, _ = torch.linalg.qr(sum(mine, torch.zeros(())) / RANKS @ q)
+            own = [m.T @ p for m in mine]
+            self._residuals[i] = [m - p @ o.T for m, o in zip(mine, own, strict=True)]
+            self._q[i] = q = sum(own, torch.zeros(())) / RANKS
+            found.append((p @ q.T).flatten())
+            self.sent += 4 * (p.numel() + q.numel())
+        return torch.cat(found).numpy()
+
+
+class Moments:
+    """Adam's moments, and its steps."""
+
+    def __init__(self, numel: int) -> None:
+        self.m, self.v = np.zeros(numel, np.float32), np.zeros(numel, np.float32)
+        self._of_m = self._of_v = 0
+
+    def update(self, gradient: Floats, frozen: bool = False) -> Floats:
+        """Return Adam's step; `frozen` leaves the second moment unchanged."""
+        self._of_m += 1
+        self.m += (1 - BETAS[0]) * (gradient - self.m)
+        if not frozen:
+            self._of_v += 1
+            self.v += (1 - BETAS[1]) * (gradient**2 - self.v)
+        return self.step(self.m / (1 - BETAS[0] ** self._of_m))
+
+    def step(self, m: Floats) -> Floats:
+        """Return a momentum over sqrt(v); elements without a second moment do not move."""
+        v = self.v / (1 - BETAS[1] ** self._of_v)
+        return np.where(v == 0, 0, m / (np.sqrt(v) + EPS)).astype(np.float32)
+
+
+class Training:
+    """A model, its batches and its schedule."""
+
+    def __init__(self, task: Task, seed: int, rate: float, steps: int) -> None:
+        torch.manual_seed(seed)
+        self._task, self.model = task, task.model()
+        # SGD with weight decay is AdamW if Adam's step is its gradient.
+        self._optimizer = torch.optim.SGD(self.model.parameters(), rate, weight_decay=DECAY)
+        self._schedule = torch.optim.lr_scheduler.LambdaLR(self._optimizer, _course(steps))
+        self._generators = [torch.Generator().manual_seed(1000 * seed + r) for r in range(RANKS)]
+        self.numel = sum(p.numel() for p in self.model.parameters())
+
+    def gradients(self) -> list[Floats]:
+        """Return the gradients of each rank, of a batch of its own."""
+        found = []
+        for generator in self._generators:
+            inputs, labels = self._task.draw(self._task.batch, generator)
+            self._optimizer.zero_grad()
+            nn.functional.cross_entropy(self.model(inputs), labels).backward()
+            parts = [p.grad.flatten() for p in self.model.parameters() if p.grad is not None]
+            found.append(torch.cat(parts).numpy())
+        return found
+
+    def step(self, update: Floats) -> None:
+        """Take a step of the current rate, with weight decay."""
+        parts = torch.from_numpy(update).split([p.numel() for p in self.model.parameters()])
+        for p, part in zip(self.model.parameters(), parts, strict=True):
+            p.grad = part.view_as(p)
+        self._optimizer.step()
+        self._schedule.step()
+
+    @torch.no_grad()
+    def result(self) -> tuple[float, float]:
+        """Return the held-out loss and the accuracy in percent."""
+        inputs, labels = self._task.validation
+        scores = self.model(inputs)
+        accuracy = 100 * (scores.argmax(1) == labels).float().mean().item()
+        return nn.functional.cross_entropy(scores, labels).item(), accuracy
+
+
+def _course(steps: int):
+    rising = max(1, round(RISING * steps))
+
+    def factor(step: int) -> float:
+        rest = max(0, step - rising) / max(1, steps - rising)
+        return min(1, (step + 1) / rising) * (1 + math.cos(math.pi * rest)) / 2
+
+    return factor
 
 
 @dataclass(frozen=True)
@@ -99,7 +243,6 @@ class Trained:
         loss: held-out loss in the end, in nats.
         score: held-out accuracy in the end, in percent.
         bits: sent by a rank in a step, for each parameter.
-        curve: held-out losses, after each tenth of the steps.
     """
 
     task: str
@@ -110,46 +253,44 @@ class Trained:
     loss: float
     score: float
     bits: float
-    curve: list[float]
 
 
 Found = list[Trained]
 
 
-def train(task: Task, group: Any, method: str, seed: int, rate: float, steps: int) -> Trained:
-    """Train a task with one method. Collective."""
-    warmup = round(FROZEN_AFTER * steps)
-    own = replace(task, optimizer=adamw, rate=rate, schedule=risen_cosine)
-    training = Training(method, Run(own, group, seed, warmup), steps)
-    for turn in range(TURNS):
-        training.turn(steps * (turn + 1) // TURNS - steps * turn // TURNS)
-    curve = training.end()
-    if not curve.identical:
-        raise RuntimeError(f"{task.name}, {method}: the ranks' weights differ")
-    count = sum(p.numel() for p in task.model().parameters())
-    bits = 8 * curve.bytes_per_step / count
-    return Trained(
-        task.name, method, seed, rate, steps, curve.losses[-1], curve.score, bits, curve.losses
+def train(
+    comms: list[Communicator], task: Task, name: str, seed: int, rate: float, steps: int
+) -> Trained:
+    """Train a task with one method."""
+    method, training = METHODS[name], Training(task, seed, rate, steps)
+    moments = Moments(training.numel)
+    averager = (
+        PowerSgd(training.model)
+        if method.sends == "factors"
+        else Averager(comms, training.model, method.config)
     )
-
-
-def of(found: Found, task: str, method: str, rate: float) -> Found:
-    """Return the trainings of a method at a rate, by seed."""
-    mine = [t for t in found if (t.task, t.method, t.rate) == (task, method, rate)]
-    return sorted(mine, key=lambda each: each.seed)
-
-
-def best_rate(found: Found, task: str, rates: Sequence[float]) -> float:
-    """Return the rate at which exact AdamW has the lowest mean loss."""
-    return min(rates, key=lambda r: statistics.mean(t.loss for t in of(found, task, EXACT, r)))
+    for step in range(steps):
+        gradients = training.gradients()
+        if method.sends != "momentum":
+            update = moments.update(averager.mean(gradients))
+        elif step < FROZEN_AFTER * steps:
+            averager.sent += 4 * training.numel
+            update = moments.update(np.mean(gradients, 0))
+        else:
+            momenta = [moments.m + (1 - BETAS[0]) * (g - moments.m) for g in gradients]
+            moments.m = averager.mean(momenta)
+            update = moments.step(moments.m)
+        training.step(update)
+    bits = 8 * averager.sent / steps / training.numel
+    return Trained(task.name, name, seed, rate, steps, *training.result(), bits)
 
 
 def wanted(found: Found, options: argparse.Namespace) -> Iterator[tuple[str, str, int, float]]:
     """Yield task, method, seed and rate of every training, exact ones first."""
     for task, seed, rate in itertools.product(options.tasks, options.seeds, options.rates):
         yield task, EXACT, seed, rate
-    for seed, task, method in itertools.product(options.seeds, options.tasks, options.methods):
-        best = best_rate(found, task, options.rates)
+    for task, seed, method in itertools.product(options.tasks, options.seeds, options.methods):
+        best = best_rate(found, task)
         yield task, method, seed, best
         yield task, method, seed, best / 3
 
@@ -157,9 +298,21 @@ def wanted(found: Found, options: argparse.Namespace) -> Iterator[tuple[str, str
 # ---- tables --------------------------------------------------------------------------------------
 
 
-def differences(found: Found, task: str, method: str, rate: float, base: float) -> list[float]:
-    """Return by seed how much more a method loses at a rate than exact AdamW at `base`."""
-    exact = {t.seed: t.loss for t in of(found, task, EXACT, base)}
+def of(found: Found, task: str, method: str, rate: float) -> Found:
+    """Return the trainings of a method at a rate, by seed."""
+    mine = [t for t in found if (t.task, t.method) == (task, method)]
+    return sorted((t for t in mine if math.isclose(t.rate, rate)), key=lambda each: each.seed)
+
+
+def best_rate(found: Found, task: str) -> float:
+    """Return the rate at which exact AdamW has the lowest mean loss."""
+    rates = {t.rate for t in found if (t.task, t.method) == (task, EXACT)}
+    return min(rates, key=lambda r: statistics.mean(t.loss for t in of(found, task, EXACT, r)))
+
+
+def differences(found: Found, task: str, method: str, rate: float) -> list[float]:
+    """Return by seed how much more a method loses than exact AdamW at the same rate."""
+    exact = {t.seed: t.loss for t in of(found, task, EXACT, rate)}
     return [t.loss - exact[t.seed] for t in of(found, task, method, rate) if t.seed in exact]
 
 
@@ -169,85 +322,94 @@ def spread(values: Sequence[float], form: str = "+.3f") -> str:
     return f"{statistics.mean(values):{form}} ± {deviation:.3f}" if values else ""
 
 
-def table_of(found: Found, rates: Sequence[float], task: str) -> Table:
+def table_of(found: Found, task: str) -> Table:
     """Return the table of a task: a row for each method."""
-    best = best_rate(found, task, rates)
-    exact = of(found, task, EXACT, best)
+    best = best_rate(found, task)
     rows, counts = [], set[int]()
-    for method in COMPARED:
-        mine = of(found, task, method, best)
-        if not mine:
+    for method in METHODS:
+        mine, third = (of(found, task, method, rate) for rate in (best, best / 3))
+        if not mine or not third:
             continue
-        counts.add(len(mine))
-        third = of(found, task, method, best / 3)
-        rows.append(
-            [
-                method,
-                f"{mine[0].bits:.2f}",
-                spread([t.loss for t in mine], ".3f"),
-                spread(differences(found, task, method, best, best)),
-                spread([t.loss for t in third], ".3f"),
-                spread(differences(found, task, method, best / 3, best / 3)),
-                f"{statistics.mean(t.score for t in mine):.1f}",
-            ]
-        )
-    tried = ", ".join(
-        f"{rate:g}: {spread([t.loss for t in of(found, task, EXACT, rate)], '.3f')}"
-        for rate in rates
-    )
-    columns = ["method", "bits", f"loss at {best:g}", "to exact"]
-    columns += [f"loss at {best / 3:.2g}", "to exact", "score %"]
+        counts |= {len(mine), len(third)}
+        if method == EXACT:
+            cells = [spread([t.loss for t in each], ".3f") for each in (mine, third)]
+        else:
+            cells = [spread(differences(found, task, method, r)) for r in (best, best / 3)]
+        score = f"{statistics.mean(t.score for t in mine):.1f}"
+        rows.append([method, f"{mine[0].bits:.1f}", *cells, score])
+    tried = sorted({t.rate for t in found if (t.task, t.method) == (task, EXACT)})
+    losses = [spread([t.loss for t in of(found, task, EXACT, r)], ".3f") for r in tried]
+    grid = ", ".join(f"{rate:g}: {loss}" for rate, loss in zip(tried, losses, strict=True))
+    seeds = " to ".join(map(str, sorted({min(counts), max(counts)}))) if counts else "no"
     notes = [
-        f"Held-out loss (nats) after {exact[0].steps} steps: mean and standard deviation of "
-        f"{'-'.join(map(str, sorted({min(counts), max(counts)})))} seeds. To exact: differences "
-        "of the same seed and rate. Bits: sent by a rank in a step for each parameter, "
-        "1-bit Adam's warm-up included. Score: held-out, at the best rate. "
-        f"Exact AdamW by rate: {tried}."
+        f"Held-out loss (nats) after {found[0].steps} steps, mean and deviation of {seeds} "
+        "seeds: that of exact AdamW, and how much more the others lose with the same seed and "
+        "rate. Bits: sent by a rank in a step for each parameter; the warm-up of 1-bit Adam "
+        f"counts. Score: held-out accuracy at the best rate. Exact AdamW by rate: {grid}."
     ]
+    columns = ["method", "bits", f"rate {best:g}", f"rate {best / 3:.2g}", "score %"]
     return Table(f"AdamW: {task}", columns, rows, notes=notes)
 
 
-def report_of(found: Found, options: argparse.Namespace) -> Report:
-    """Return the report of what is there so far."""
-    settings = {"ranks": 2, "rates": options.rates, "betas": BETAS, "weight_decay": DECAY}
-    tables = [
-        table_of(found, options.rates, task)
-        for task in options.tasks
-        if all(of(found, task, EXACT, rate) for rate in options.rates)
-    ]
+def report_of(found: Found) -> Report:
+    """Return the report of the trainings so far."""
+    tasks = list(dict.fromkeys(each.task for each in found))
+    best = {task: best_rate(found, task) for task in tasks}
+    settings = {"ranks": RANKS, "best": best, "betas": BETAS, "weight_decay": DECAY}
+    tables = [table_of([t for t in found if t.task == task], task) for task in tasks]
     return Report("adamw", settings, [asdict(each) for each in found], tables)
+
+
+def read(paths: Sequence[Path]) -> Found:
+    """Return the trainings in reports, without doubles."""
+    rows = [Trained(**row) for path in paths for row in json.loads(path.read_text())["results"]]
+    return list({(t.task, t.method, t.seed, t.rate): t for t in rows}.values())
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="AdamW with compressed gradients, against exact")
-    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=["characters", "images"])
-    parser.add_argument("--methods", nargs="+", choices=COMPARED, default=[*COMPARED])
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=[*TASKS])
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=[*METHODS])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--rates", nargs="+", type=float, default=[1e-3, 2e-3, 3e-3, 6e-3])
-    parser.add_argument("--steps", type=int, help=f"of a training; default: {STEPS}")
-    parser.add_argument("--json", type=Path, required=True, help="results; continued if it exists")
-    parser.add_argument("--again", action="store_true", help="only print the tables of the file")
+    parser.add_argument("--rates", nargs="+", type=float, default=[1e-3, 3e-3, 6e-3, 1.2e-2])
+    parser.add_argument("--steps", type=int, help="of a training (default: the task's)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="results; continued if there")
+    parser.add_argument(
+        "--again", type=Path, nargs="+", metavar="FILE", help="train nothing; read these reports"
+    )
+    parser.add_argument("--plot", metavar="FILE", help="also draw the losses")
+    parser.add_argument(
+        "--docs", type=Path, metavar="PAGE", help="also put the tables between the page's markers"
+    )
     options = parser.parse_args()
-    found: Found = []
-    if options.json.exists():
-        found = [Trained(**each) for each in json.loads(options.json.read_text())["results"]]
+    torch.set_num_threads(1)
+    exists = options.json and options.json.exists() and not options.again
+    found = read(options.again or ([options.json] if exists else []))
     if not options.again:
-        group, tasks = start(), {name: TASKS[name]() for name in options.tasks}
-        dist.barrier(group)  # every rank has read the file
+        comms = Communicator.local(RANKS)
+        tasks = {name: TASKS[name]() for name in options.tasks}
         for name, method, seed, rate in wanted(found, options):
             if seed in {t.seed for t in of(found, name, method, rate)}:
                 continue
-            steps = options.steps or STEPS[name]
-            found.append(train(tasks[name], group, method, seed, rate, steps))
-            if dist.get_rank() == 0:
-                report_of(found, options).write(options.json)
-                print(f"{name}, seed {seed}, {rate:.2g}: {found[-1].loss:.4f} {method}", flush=True)
-        last = dist.get_rank() != 0
-        dist.destroy_process_group()
-        if last:
-            return
-    for table in report_of(found, options).tables:
+            steps = options.steps or tasks[name].steps
+            found.append(train(comms, tasks[name], method, seed, rate, steps))
+            print(f"{name}, seed {seed}, {rate:.2g}: {found[-1].loss:.4f} {method}", flush=True)
+            if options.json:
+                report_of(found).write(options.json)
+        for comm in comms:
+            comm.close()
+    report = report_of(found)
+    for table in report.tables:
         table.print()
+    if options.json:
+        report.write(options.json)
+    if options.plot:
+        plots.adamw(report).savefig(options.plot, dpi=100)
+    if options.docs:
+        names = report.settings["best"]
+        bodies = [documents.body_of(table) for table in report.tables]
+        blocks = {f"adamw {name}": body for name, body in zip(names, bodies, strict=True)}
+        documents.insert(options.docs, blocks)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,8 @@ to draw:
     steps.png             a panel for each report at 1 Gbit/s whose settings have "phases":
                           {contender: {"compute_s": ..., "communicate_s": ...}}
     step_by_link.png      a training step of DDP by link rate
-    convergence.png       loss against wall time, a panel for each task and link
+    convergence.png       loss against wall time of a few methods, a panel for each task and link
+    adamw.png             AdamW: held-out loss above exact AdamW's, a panel for each task
 """
 
 import argparse
@@ -57,6 +58,16 @@ _STEPS = {  # the contenders of step_by_link.png
     "gloo, PowerSGD rank 4": ("PowerSGD hook, rank 4", "#56b4e9"),
     "cgx 4 bits": ("cgx_ops, 4 bits", "#d55e00"),
 }
+_CURVES = {  # the methods of convergence.png
+    "gloo": ("gloo, exact", "#7f7f7f", "-"),
+    "gloo, fp16": ("gloo, fp16 hook", "#cc79a7", "--"),
+    "gloo, PowerSGD": ("gloo, PowerSGD hook", "#56b4e9", "--"),
+    "4 bits": ("cgx_ops, 4 bits", "#d55e00", "-"),
+    "levels, 2 bits": ("cgx_ops, levels of 2 bits", "#009e73", "-"),
+    "PowerSGD": ("cgx_ops, PowerSGD", "#0072b2", "-"),
+    "1-bit Adam": ("cgx_ops, 1-bit Adam", "#e69f00", "-"),
+    "topk 1 %": ("cgx_ops, topk 1 %", "#000000", ":"),
+}
 _PHASES = {"compute_s": ("compute", "#999999"), "communicate_s": ("communicate", "#d55e00")}
 
 
@@ -76,6 +87,7 @@ def draw(folder: Path) -> list[Path]:
         ),
         "step_by_link.png": step_by_link(by_link),
         "convergence.png": losses(trained) if trained else None,
+        "adamw.png": next((adamw(r) for r in reports if r.part == "adamw"), None),
     }
     written = []
     for name, figure in figures.items():
@@ -238,37 +250,81 @@ def stacked_steps(reports: Sequence[Report]) -> Figure | None:
 
 
 def losses(report: Report) -> Figure:
-    """Draw losses against the seconds of training: a row for each task, a panel for each link."""
-    tasks, links = (
-        list(dict.fromkeys(tuple(outcome[key] for key in keys) for outcome in report.results))
-        for keys in (("task",), ("hosts", "rate"))
-    )
+    """Draw losses against the seconds of training: a row for each task, a panel for each link.
+
+    Draws the methods of _CURVES, on the smallest number of hosts.
+    """
+    count = min(outcome["hosts"] for outcome in report.results)
+    mine = [o for o in report.results if o["hosts"] == count and o["method"] in _CURVES]
+    tasks = list(dict.fromkeys(o["task"] for o in mine))
+    rates = list(dict.fromkeys(o["rate"] for o in mine))
     figure, axes = plt.subplots(
         len(tasks),
-        len(links),
-        figsize=(4.5 * len(links), 3.8 * len(tasks) + 1),
+        len(rates),
+        figsize=(4.8 * len(rates), 3.2 * len(tasks) + 0.8),
         sharey="row",
         layout="constrained",
         squeeze=False,
     )
-    for (task,), row in zip(tasks, axes, strict=True):
-        for (hosts, rate), panel in zip(links, row, strict=True):
-            mine = [o for o in report.results if (o["hosts"], o["rate"]) == (hosts, rate)]
-            for index, outcome in enumerate(o for o in mine if o["task"] == task):
-                style = ("-", "--", ":")[index // 10 % 3]  # there are ten colors
+    for task, row in zip(tasks, axes, strict=True):
+        for rate, panel in zip(rates, row, strict=True):
+            for outcome in (o for o in mine if (o["task"], o["rate"]) == (task, rate)):
                 curve = zip(*outcome["curve"], strict=True)
-                panel.loglog(*curve, style, color=f"C{index % 10}", label=outcome["method"])
+                label, color, style = _CURVES[outcome["method"]]
+                panel.loglog(*curve, style, color=color, linewidth=2, label=label)
             for axis in (panel.xaxis, panel.yaxis):
                 axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
                 axis.set_major_formatter("{x:g}")
                 axis.set_minor_locator(NullLocator())
-            panel.set_title(f"{task}, {hosts} hosts, {rate}")
+            panel.set_title(f"{task}, {rate}")
             panel.grid(alpha=0.3)
-        row[0].set_ylabel("loss, nats")
+        row[0].set_ylabel("held-out loss, nats")
     for panel in axes[-1]:
         panel.set_xlabel("seconds of training")
-    _legend(figure, axes.flat)
-    figure.suptitle("Loss of examples held back, against wall time")
+    _legend(figure, axes.flat, columns=4)
+    figure.suptitle(f"Held-out loss against wall time, {count} hosts")
+    return figure
+
+
+def adamw(report: Report) -> Figure:
+    """Draw how much more than exact AdamW methods lose: a panel for each task, a row a method."""
+    rates = report.settings["best"]
+    figure, axes = plt.subplots(
+        1, len(rates), figsize=(4.6 * len(rates) + 2, 5), layout="constrained", squeeze=False
+    )
+    panels: list[Axes] = list(axes[0])
+    methods = list(dict.fromkeys(each["method"] for each in report.results))
+    names = [name for name in methods if name != "exact"][::-1]  # the first on top
+    for panel, (task, best) in zip(panels, rates.items(), strict=True):
+        for rate, color, shift, label in (
+            (best, "#0072b2", 0.15, "best rate of exact AdamW"),
+            (best / 3, "#d55e00", -0.15, "a third of it"),
+        ):
+            losses_of = {
+                (each["method"], each["seed"]): each["loss"]
+                for each in report.results
+                if (each["task"], each["rate"]) == (task, rate)
+            }
+            for place, name in enumerate(names):
+                more = [
+                    loss - losses_of["exact", seed]
+                    for (method, seed), loss in losses_of.items()
+                    if method == name and ("exact", seed) in losses_of
+                ]
+                if more:
+                    y, mean = place + shift, sum(more) / len(more)
+                    panel.plot(more, [y] * len(more), "|", color=color, markersize=7)
+                    panel.plot([mean], [y], "o", color=color, label=label)
+        panel.axvline(0, color="#7f7f7f", linewidth=1, zorder=0)
+        panel.set_xscale("symlog", linthresh=0.05)
+        panel.set_xticks([-0.03, 0, 0.03, 0.1, 0.3, 1], ["-0.03", "0", "0.03", "0.1", "0.3", "1"])
+        panel.minorticks_off()
+        panel.set_yticks(range(len(names)), names if panel is panels[0] else [""] * len(names))
+        panel.set_title(f"{task}, rate {best:g}")
+        panel.set_xlabel("held-out loss above exact AdamW, nats")
+        panel.grid(alpha=0.3)
+    _legend(figure, panels, columns=2)
+    figure.suptitle("AdamW with compressed gradients: mean (dots) and seeds (ticks)")
     return figure
 
 

@@ -1,8 +1,9 @@
-"""Two perceptrons to train, for compressors.py, on what every installation has.
+"""Small models to train, for compressors.py and adamw.py, on data that every installation has.
 
-digits      scikit-learn's handwritten digits
-characters  the next character of Python's own help texts (pydoc_data.topics) from the CONTEXT
-            before it
+digits      a perceptron on scikit-learn's handwritten digits
+characters  a perceptron that predicts the next character of Python's help texts
+            (pydoc_data.topics) from the CONTEXT characters before it
+gpt         a transformer that predicts the next character of the same texts
 """
 
 import itertools
@@ -15,6 +16,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 
 CONTEXT, EMBEDDING, HIDDEN = 16, 32, 256
+GPT_CONTEXT, WIDTH, HEADS, LAYERS = 32, 64, 4, 2
 RATE = 0.1
 
 Batch = tuple[torch.Tensor, torch.Tensor]  # inputs, labels
@@ -22,16 +24,16 @@ Batch = tuple[torch.Tensor, torch.Tensor]  # inputs, labels
 
 @dataclass(frozen=True)
 class Task:
-    """What is trained.
+    """A model, its data and its training.
 
     Attributes:
-        name: of it.
-        model: makes the model, after torch.manual_seed().
-        draw: returns a batch of so many examples, by a generator.
-        validation: examples that no batch has.
-        batch: examples a rank and step.
-        steps: of the whole training.
-        rate: of learning, at first.
+        name: shown in tables.
+        model: returns the model; call torch.manual_seed() before.
+        draw: returns a batch of a size, drawn by a generator.
+        validation: held-out examples.
+        batch: examples for each rank and step.
+        steps: steps of the training.
+        rate: the initial learning rate of SGD.
     """
 
     name: str
@@ -71,11 +73,17 @@ def digits() -> Task:
     )
 
 
-def characters() -> Task:
+def _texts() -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Return the help texts as character codes for training and for validation, and their count."""
     text = "\n".join(pydoc_data.topics.topics.values())
     alphabet = {character: index for index, character in enumerate(sorted(set(text)))}
     codes = torch.tensor([alphabet[character] for character in text])
     train, held = codes.tensor_split([len(codes) * 9 // 10])
+    return train, held, len(alphabet)
+
+
+def characters() -> Task:
+    train, held, symbols = _texts()
 
     def windows(source: torch.Tensor, count: int, generator: torch.Generator) -> Batch:
         begins = torch.randint(len(source) - CONTEXT, (count, 1), generator=generator)
@@ -85,13 +93,51 @@ def characters() -> Task:
     return Task(
         "characters",
         lambda: nn.Sequential(
-            nn.Embedding(len(alphabet), EMBEDDING),
+            nn.Embedding(symbols, EMBEDDING),
             nn.Flatten(),
-            *perceptron(CONTEXT * EMBEDDING, HIDDEN, len(alphabet)),
+            *perceptron(CONTEXT * EMBEDDING, HIDDEN, symbols),
         ),
         lambda count, generator: windows(train, count, generator),
         windows(held, 2048, torch.Generator().manual_seed(0)),
         batch=64,
         steps=800,
+        rate=RATE,
+    )
+
+
+class Transformer(nn.Module):
+    """Returns scores of the next character for each position, (n, symbols, GPT_CONTEXT)."""
+
+    def __init__(self, symbols: int) -> None:
+        super().__init__()
+        self.symbols = nn.Embedding(symbols, WIDTH)
+        self.positions = nn.Parameter(0.02 * torch.randn(GPT_CONTEXT, WIDTH))
+        layer = nn.TransformerEncoderLayer(
+            WIDTH, HEADS, 4 * WIDTH, dropout=0, activation="gelu", batch_first=True, norm_first=True
+        )
+        self.layers = nn.TransformerEncoder(layer, LAYERS, nn.LayerNorm(WIDTH), False)
+        self.scores = nn.Linear(WIDTH, symbols)
+
+    def forward(self, texts: torch.Tensor) -> torch.Tensor:
+        mask = nn.Transformer.generate_square_subsequent_mask(texts.shape[1])
+        found = self.layers(self.symbols(texts) + self.positions, mask, is_causal=True)
+        return self.scores(found).transpose(1, 2)
+
+
+def gpt() -> Task:
+    train, held, symbols = _texts()
+
+    def windows(source: torch.Tensor, count: int, generator: torch.Generator) -> Batch:
+        begins = torch.randint(len(source) - GPT_CONTEXT, (count, 1), generator=generator)
+        window = source[begins + torch.arange(GPT_CONTEXT + 1)]
+        return window[:, :-1], window[:, 1:]
+
+    return Task(
+        "gpt",
+        lambda: Transformer(symbols),
+        lambda count, generator: windows(train, count, generator),
+        windows(held, 256, torch.Generator().manual_seed(0)),
+        batch=32,
+        steps=300,
         rate=RATE,
     )
