@@ -1,150 +1,45 @@
 """Measure why compressed gradients train worse under AdamW: the second moment collects their noise.
 
-    PYTHONPATH=examples/methods python benchmarks/adamw_noise.py --json FILE
+    python benchmarks/adamw_noise.py --json FILE [--plot FILE]
 
-Both parts train the language model of examples/methods. Two ranks are threads of this process.
+Both parts train the transformer of small_tasks.py, on two ranks, which are threads of this process:
 
-1. moments: exact AdamW trains. Beside it, the same gradients are averaged with each codec, and
-   Adam's moments of these averages are compared with the exact ones. The codecs do not change the
-   training, so all of them see the same gradients.
+1. moments: exact AdamW trains. At every step each codec averages the same gradients, and Adam's
+   moments of these averages are compared with the exact ones. The codecs do not change the
+   training.
 2. frozen: Adam trains with exact gradients for a fifth of the steps, and with compressed ones from
-   then on. The second moment either goes on or stays as it is, as in 1-bit Adam. With a frozen one
-   Adam is linear in the gradients, so error feedback can make up for what a step lost.
+   then on. The second moment either goes on or is frozen, as 1-bit Adam does. With a frozen one the
+   step is linear in the gradients, so that error feedback can correct it later.
 """
 
 import argparse
 import itertools
 import statistics
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+import plots
 import torch
-from characters import characters
-from task import Task, risen_cosine
+from adamw import EXACT, FROZEN_AFTER, METHODS, RANKS, Averager, Moments, Training
+from small_tasks import Task, gpt
 
-from cgx_ops import Communicator, Config, Segment
+from cgx_ops import Communicator
 from cgx_ops._core.table import Table
 from cgx_ops.bench.report import Report
 
-Floats = npt.NDArray[np.float32]
-
-RANKS = 2
-BETAS, EPS, DECAY = (0.9, 0.95), 1e-8, 0.01  # as in adamw.py
-
-
-def levels(bits: int, feedback: bool) -> Config:
-    return Config(bits, compressor="levels", rotation=32, error_feedback=feedback)
-
-
-CODECS: dict[str, Config] = {
-    "8 bits": Config(8),
-    "4 bits": Config(4),
-    "2 bits": Config(2),
-    "4 bits nearest": Config(4, rounding="nearest", error_feedback=False),
-    "4 bits nearest, feedback": Config(4, rounding="nearest", error_feedback=True),
-    "2 bits rotated levels": levels(2, False),
-    "2 bits rotated levels, feedback": levels(2, True),
-    "1 bit rotated levels, feedback": levels(1, True),
-    "topk 1 %, feedback": Config(
-        compressor="topk", density=0.01, bucket_size=4096, error_feedback=True
-    ),
+CODECS = {
+    name: method.config
+    for name, method in METHODS.items()
+    if method.sends == "gradients" and name != EXACT
 }
-FROZEN_AFTER = 0.2  # of the steps
-FROZEN = (
-    "exact",
-    "2 bits",
-    "2 bits rotated levels",
-    "2 bits rotated levels, feedback",
-    "1 bit rotated levels, feedback",
-)
-
-
-class Moments:
-    """Adam's moments."""
-
-    def __init__(self, numel: int) -> None:
-        self._m, self.v = np.zeros(numel, np.float32), np.zeros(numel, np.float32)
-        self._steps = self._of_v = 0
-
-    def update(self, gradient: Floats, frozen: bool = False) -> Floats:
-        """Return Adam's step; `frozen` leaves the second moment as it is."""
-        self._steps += 1
-        self._m += (1 - BETAS[0]) * (gradient - self._m)
-        if not frozen:
-            self._of_v += 1
-            self.v += (1 - BETAS[1]) * (gradient**2 - self.v)
-        m = self._m / (1 - BETAS[0] ** self._steps)
-        v = self.v / (1 - BETAS[1] ** self._of_v)
-        # As in OneBitAdam, elements without a second moment do not move.
-        return np.where(v == 0, 0, m / (np.sqrt(v) + EPS)).astype(np.float32)
-
-
-class Averager:
-    """Averages gradients of all ranks with a codec; vectors travel exact, as in the DDP hook."""
-
-    def __init__(self, comms: list[Communicator], model: torch.nn.Module, config: Config) -> None:
-        self._comms, self._config, self._pool = comms, config, ThreadPoolExecutor(RANKS)
-        self._segments, end = list[Segment](), 0
-        for p in model.parameters():
-            own = Config(bits=32) if p.dim() <= 1 else None
-            self._segments.append(Segment(end, p.numel(), own))
-            end += p.numel()
-        self._residuals = [np.zeros(end, np.float32) for _ in range(RANKS)]
-
-    def mean(self, gradients: list[Floats]) -> Floats:
-        def one(rank: int) -> Floats:
-            return self._comms[rank].allreduce(
-                gradients[rank],
-                "avg",
-                self._config,
-                segments=self._segments,
-                residual=self._residuals[rank] if self._config.keeps_residuals else None,
-            )
-
-        return next(iter(self._pool.map(one, range(RANKS))))
-
-
-class Training:
-    """A model, its batches and its schedule; a step is whatever the caller has Adam make of it."""
-
-    def __init__(self, task: Task, seed: int, rate: float, steps: int) -> None:
-        torch.manual_seed(seed)
-        self._task, self.model = task, task.model()
-        # SGD with weight decay, given Adam's step as the gradient, is AdamW.
-        self._optimizer = torch.optim.SGD(self.model.parameters(), rate, weight_decay=DECAY)
-        self._schedule = risen_cosine(self._optimizer, steps)
-        self._generators = [torch.Generator().manual_seed(1000 * seed + r) for r in range(RANKS)]
-        self.numel = sum(p.numel() for p in self.model.parameters())
-
-    def gradients(self) -> list[Floats]:
-        found = []
-        for generator in self._generators:
-            self._optimizer.zero_grad()
-            batch = self._task.draw(self._task.batch // RANKS, generator)
-            self._task.loss(self.model, batch).backward()
-            parts = [p.grad.flatten() for p in self.model.parameters() if p.grad is not None]
-            found.append(torch.cat(parts).numpy())
-        return found
-
-    def step(self, update: Floats) -> None:
-        end = 0
-        for p in self.model.parameters():
-            p.grad = torch.from_numpy(update[end : end + p.numel()]).view_as(p)
-            end += p.numel()
-        self._optimizer.step()
-        self._schedule.step()
-
-    @torch.no_grad()
-    def loss(self) -> float:
-        return self._task.loss(self.model, self._task.held).item()
+FROZEN = (EXACT, "2 bits rotated levels", "2 bits rotated levels, feedback")
 
 
 def matrices(model: torch.nn.Module) -> npt.NDArray[np.bool_]:
-    """Return which elements are compressed."""
+    """Return a mask of the elements that are compressed."""
     return np.concatenate([np.full(p.numel(), p.dim() > 1) for p in model.parameters()])
 
 
@@ -153,15 +48,15 @@ def matrices(model: torch.nn.Module) -> npt.NDArray[np.bool_]:
 
 @dataclass(frozen=True)
 class Compared:
-    """A codec's averages and moments against the exact ones; means over the measured steps.
+    """The averages and moments of a codec against the exact ones, means over the measured steps.
 
     Attributes:
-        codec, seed: which.
+        codec, seed: of the measurement.
         error: |average - exact| / |exact|, L2 norms.
-        root_v: the root mean square of sqrt(v), over that of the exact gradients.
-        fifths: the median of sqrt(v) over the exact one, for fifths of the elements, the smallest
-            exact v first.
-        along: how far Adam's step goes along the exact one: <step, exact> / |exact|^2.
+        root_v: root mean square of sqrt(v), over that of the exact gradients.
+        fifths: median of sqrt(v) over the exact one, in five groups of elements of equal size,
+            ordered by the exact v.
+        along: length of Adam's step along the exact one: <step, exact> / |exact|^2.
     """
 
     codec: str
@@ -186,10 +81,10 @@ def compare(
         mean = np.mean(gradients, 0)
         update = exact.update(mean)
         measured = step > steps // 5 and step % 10 == 0
-        used = chosen & (exact.v > 0)  # an embedding's row that no batch had counts for nothing
+        used = chosen & (exact.v > 0)  # rows of the embedding that no batch had are left out
         order = np.argsort(exact.v[used]) if measured else None
         for name, averager in averagers.items():
-            average = averager.mean([g.copy() for g in gradients])
+            average = averager.mean(gradients)
             own = moments[name].update(average)
             if order is None:
                 continue
@@ -228,9 +123,10 @@ def table_of_moments(found: list[Compared]) -> Table:
         )
     columns = ["codec", "error", "sqrt(v)", "smallest", "middle", "largest", "step"]
     notes = [
-        "All are ratios to the exact gradients and Adam's state of them, on one training. Error: "
-        "L2 norm. sqrt(v): root mean square. Smallest, middle, largest: its median in the fifths "
-        "of the elements with the smallest, middle and largest v. Step: length along exact Adam's."
+        "All figures are ratios to exact AdamW, on the same gradients. Error: L2 norm of the "
+        "averaged gradient. sqrt(v): root mean square. Smallest, middle, largest: median of "
+        "sqrt(v) in the fifth of the elements with the smallest, middle and largest v. Step: "
+        "length of Adam's step along the exact step."
     ]
     return Table("Adam's moments of compressed gradients", columns, rows, notes=notes)
 
@@ -240,7 +136,7 @@ def table_of_moments(found: list[Compared]) -> Table:
 
 @dataclass(frozen=True)
 class Trained:
-    """A held-out loss; `frozen`: whether the second moment was, after the exact steps."""
+    """A held-out loss; `frozen`: whether the second moment is, after the exact steps."""
 
     gradients: str
     frozen: bool
@@ -258,7 +154,7 @@ def train(
     steps: int,
 ) -> Trained:
     training = Training(task, seed, rate, steps)
-    averager = Averager(comms, training.model, CODECS.get(codec, Config(32)))
+    averager = Averager(comms, training.model, METHODS[codec].config)
     moments = Moments(training.numel)
     for step in range(steps):
         gradients = training.gradients()
@@ -267,7 +163,7 @@ def train(
         else:
             update = moments.update(averager.mean(gradients), frozen)
         training.step(update)
-    return Trained(codec, frozen, seed, training.loss())
+    return Trained(codec, frozen, seed, training.result()[0])
 
 
 def table_of_trained(found: list[Trained]) -> Table:
@@ -276,13 +172,13 @@ def table_of_trained(found: list[Trained]) -> Table:
         return {each.seed: each.loss for each in mine}
 
     def cell(codec: str, frozen: bool) -> str:
-        exact = losses("exact", False)
+        exact = losses(EXACT, False)
         more = [loss - exact[seed] for seed, loss in losses(codec, frozen).items()]
         deviation = statistics.stdev(more) if len(more) > 1 else 0
         return f"{statistics.mean(more):+.3f} ± {deviation:.3f}"
 
     rows = [[codec, cell(codec, False), cell(codec, True)] for codec in FROZEN]
-    exact = losses("exact", False).values()
+    exact = losses(EXACT, False).values()
     notes = [
         "Held-out loss (nats) minus that of exact gradients whose second moment goes on "
         f"({statistics.mean(exact):.3f}): mean and standard deviation of {len(exact)} seeds. "
@@ -295,29 +191,33 @@ def table_of_trained(found: list[Trained]) -> Table:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Adam's second moment of compressed gradients")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--rate", type=float, default=3e-3, help="of learning (default 3e-3)")
-    parser.add_argument("--steps", type=int, default=300, help="of a training (default 300)")
+    parser.add_argument("--rate", type=float, default=6e-3, help="of learning (default 6e-3)")
+    parser.add_argument("--steps", type=int, default=200, help="of a training (default 200)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results there")
+    parser.add_argument("--plot", metavar="FILE", help="also draw the second moments")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    comms, task = Communicator.local(RANKS), characters()
+    comms, task = Communicator.local(RANKS), gpt()
     compared, trained = list[Compared](), list[Trained]()
+    report = None
     for seed in options.seeds:
         settings = seed, options.rate, options.steps
         compared += compare(comms, task, *settings)
         for codec, frozen in itertools.product(FROZEN, (False, True)):
             trained.append(train(comms, task, codec, frozen, *settings))
             print(trained[-1], flush=True)
+        tables = [table_of_moments(compared), table_of_trained(trained)]
+        rows = [asdict(each) for each in (*compared, *trained)]
+        kept = {"ranks": RANKS, "rate": options.rate, "steps": options.steps}
+        report = Report("adamw_noise", kept, rows, tables)
+        if options.json:
+            report.write(options.json)
     for comm in comms:
         comm.close()
-    tables = [table_of_moments(compared), table_of_trained(trained)]
-    for table in tables:
+    for table in report.tables if report else ():
         table.print()
-    if options.json:
-        rows = [asdict(each) for each in (*compared, *trained)]
-        Report("adamw_noise", {"ranks": RANKS, **vars(options), "json": ""}, rows, tables).write(
-            options.json
-        )
+    if options.plot and report:
+        plots.adamw_noise(report).savefig(options.plot, dpi=100)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ to draw:
     step_by_link.png      a training step of DDP by link rate
     convergence.png       loss against wall time of a few methods, a panel for each task and link
     adamw.png             AdamW: held-out loss above exact AdamW's, a panel for each task
+    adamw_noise.png       AdamW: the second moment of compressed gradients
 """
 
 import argparse
@@ -88,6 +89,7 @@ def draw(folder: Path) -> list[Path]:
         "step_by_link.png": step_by_link(by_link),
         "convergence.png": losses(trained) if trained else None,
         "adamw.png": next((adamw(r) for r in reports if r.part == "adamw"), None),
+        "adamw_noise.png": next((adamw_noise(r) for r in reports if r.part == "adamw_noise"), None),
     }
     written = []
     for name, figure in figures.items():
@@ -325,6 +327,37 @@ def adamw(report: Report) -> Figure:
         panel.grid(alpha=0.3)
     _legend(figure, panels, columns=2)
     figure.suptitle("AdamW with compressed gradients: mean (dots) and seeds (ticks)")
+    return figure
+
+
+def adamw_noise(report: Report) -> Figure:
+    """Draw sqrt(v) over the exact one, by the size of the exact v: a line for each codec."""
+    styles = {
+        "8 bits": "#7f7f7f",
+        "4 bits": "#d55e00",
+        "2 bits": "#e69f00",
+        "2 bits rotated levels": "#56b4e9",
+        "2 bits rotated levels, feedback": "#0072b2",
+        "1 bit rotated levels, feedback": "#009e73",
+    }
+    figure, panel = plt.subplots(figsize=(8, 4.2), layout="constrained")
+    for name, color in styles.items():
+        fifths = [each["fifths"] for each in report.results if each.get("codec") == name]
+        if fifths:
+            means = [sum(column) / len(fifths) for column in zip(*fifths, strict=True)]
+            panel.plot(range(5), means, "o-", color=color, label=name)
+            panel.annotate(f" {name}", (0, means[0]), xytext=(-4, 0), ha="right", va="center",
+                           textcoords="offset points", fontsize=9, color=color)  # fmt: skip
+    panel.axhline(1, color="#7f7f7f", linewidth=1, zorder=0)
+    panel.set_xlim(-2.2, 4.2)
+    panel.set_yscale("log")
+    panel.set_yticks([0.8, 1, 1.5, 2, 3], ["0.8", "1", "1.5", "2", "3"])
+    panel.minorticks_off()
+    panel.set_xticks(range(5), ["smallest", "", "middle", "", "largest"])
+    panel.set_xlabel("fifths of the parameters, by exact sqrt(v)")
+    panel.set_ylabel("sqrt(v) over the exact one")
+    panel.set_title("Adam's second moment of compressed gradients")
+    panel.grid(alpha=0.3)
     return figure
 
 

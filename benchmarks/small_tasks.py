@@ -138,6 +138,6 @@ def gpt() -> Task:
         lambda count, generator: windows(train, count, generator),
         windows(held, 256, torch.Generator().manual_seed(0)),
         batch=32,
-        steps=300,
+        steps=200,
         rate=RATE,
     )
