@@ -23,7 +23,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,7 @@ from cgx_ops.bench.report import Report
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ROOT / "examples" / "methods"
 TASKS = ("images", "characters", "boxes")
-EXACT, TARGET = "gloo", 0.6
+EXACT, DEFAULT, TARGET = "gloo", "4 bits", 0.6
 WARM, ALONE = "warm-up of ", "compute alone"  # as method_steps.py has it
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(EXAMPLES)}
 
@@ -216,21 +216,32 @@ def time_table(task: str, count: int, cells: dict[str, list[Outcome]]) -> Table:
 
 
 def winners_table(found: dict[Cell, list[Outcome]]) -> Table:
-    """Return the fastest method of cgx_ops and of the others in each cell."""
+    """Return the fastest of the others, DEFAULT and the fastest of ours in each cell."""
+
+    def fastest(several: Iterable[Outcome]) -> Outcome | None:
+        reached = [o for o in several if o.seconds]
+        return min(reached, key=lambda o: o.seconds or 0, default=None)
+
+    def cells(own: Outcome | None, theirs: Outcome | None) -> list[str]:
+        if own is None or not own.seconds:
+            return ["-", ""]
+        ratio = f"{theirs.seconds / own.seconds:.2f}" if theirs and theirs.seconds else ""
+        return [time_text(own.seconds), ratio]
+
     rows = []
-    for cell, outcomes_of in found.items():
-        row = [cell.task, str(cell.hosts), cell.rate]
-        best: list[float] = []
-        for ours in (False, True):
-            several = [o for o in outcomes_of if o.ours == ours and o.seconds]
-            if not several:
-                row += ["none", ""]
-                continue
-            winner = min(several, key=lambda o: o.seconds or 0)
-            best.append(winner.seconds or 0)
-            row += [winner.method, time_text(best[-1])]
-        rows.append([*row, f"{best[0] / best[1]:.2f}" if len(best) == 2 else ""])
-    columns = ["task", "hosts", "link", "others' best", "time", "ours", "time", "ratio"]
+    for cell, each in found.items():
+        theirs = fastest(o for o in each if not o.ours)
+        ours = fastest(o for o in each if o.ours)
+        rows.append(
+            [
+                *(cell.task, str(cell.hosts), cell.rate),
+                *(theirs.method if theirs else "none", cells(theirs, None)[0]),
+                *cells(fastest(o for o in each if o.method == DEFAULT), theirs),
+                *(ours.method if ours else "none", *cells(ours, theirs)),
+            ]
+        )
+    columns = ["task", "hosts", "link", "others' best", "time", DEFAULT, "ratio"]
+    columns += ["ours, best", "time", "ratio"]
     return Table("The fastest in each cell", columns, rows, text_columns=4)
 
 

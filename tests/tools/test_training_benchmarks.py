@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -93,8 +94,12 @@ def test_time_to_the_loss_is_steps_times_their_seconds() -> None:
     assert (once.reached, once.seconds) == (None, None)
     assert once.score == pytest.approx((51 + 59.5 + 59.5) / 3)
     cell = convergence.Cell("task", 2, "1gbit")
-    row = convergence.winners_table({cell: [gloo, fast, once]}).rows[0]
-    assert row == ["task", "2", "1gbit", "gloo", "120 s", "fast", "7.00 s", "17.14"]
+    default = replace(fast, method="4 bits", seconds=60)
+    row = convergence.winners_table({cell: [gloo, fast, once, default]}).rows[0]
+    assert row[:5] == ["task", "2", "1gbit", "gloo", "120 s"]
+    assert row[5:] == ["60.0 s", "2.00", "fast", "7.00 s", "17.14"]
+    row = convergence.winners_table({cell: [gloo, once]}).rows[0]
+    assert row[5:] == ["-", "", "none", "-", ""]
 
 
 def test_tables_replace_what_is_between_the_markers_of_a_page(tmp_path: Path) -> None:
