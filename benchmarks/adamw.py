@@ -197,7 +197,7 @@ class Training:
         self.numel = sum(p.numel() for p in self.model.parameters())
 
     def gradients(self) -> list[Floats]:
-        """Return the gradients of each rank, of a batch of its own."""
+        """Return the gradients of each rank; each rank draws another batch."""
         found = []
         for generator in self._generators:
             inputs, labels = self._task.draw(self._task.batch, generator)
@@ -307,7 +307,7 @@ def of(found: Found, task: str, method: str, rate: float) -> Found:
 def best_rate(found: Found, task: str) -> float:
     """Return the rate at which exact AdamW has the lowest mean loss."""
     rates = {t.rate for t in found if (t.task, t.method) == (task, EXACT)}
-    return min(rates, key=lambda r: statistics.mean(t.loss for t in of(found, task, EXACT, r)))
+    return min(rates, key=lambda r: statistics.fmean(t.loss for t in of(found, task, EXACT, r)))
 
 
 def differences(found: Found, task: str, method: str, rate: float) -> list[float]:
@@ -317,7 +317,11 @@ def differences(found: Found, task: str, method: str, rate: float) -> list[float
 
 
 def spread(values: Sequence[float], form: str = "+.3f") -> str:
-    """Return the mean and the standard deviation as text."""
+    """Return the mean and the standard deviation as text, without trainings that diverged."""
+    finite = [value for value in values if math.isfinite(value)]
+    if len(finite) < len(values):
+        rest = f", else {spread(finite, form)}" if finite else ""
+        return f"{len(values) - len(finite)} of {len(values)} diverge{rest}"
     deviation = statistics.stdev(values) if len(values) > 1 else 0
     return f"{statistics.mean(values):{form}} ± {deviation:.3f}" if values else ""
 
@@ -335,7 +339,7 @@ def table_of(found: Found, task: str) -> Table:
             cells = [spread([t.loss for t in each], ".3f") for each in (mine, third)]
         else:
             cells = [spread(differences(found, task, method, r)) for r in (best, best / 3)]
-        score = f"{statistics.mean(t.score for t in mine):.1f}"
+        score = f"{statistics.fmean(t.score for t in mine):.1f}"
         rows.append([method, f"{mine[0].bits:.1f}", *cells, score])
     tried = sorted({t.rate for t in found if (t.task, t.method) == (task, EXACT)})
     losses = [spread([t.loss for t in of(found, task, EXACT, r)], ".3f") for r in tried]
@@ -371,7 +375,7 @@ def main() -> None:
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=[*TASKS])
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=[*METHODS])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--rates", nargs="+", type=float, default=[1e-3, 3e-3, 6e-3, 1.2e-2])
+    parser.add_argument("--rates", nargs="+", type=float, default=[3e-3, 6e-3, 1.2e-2, 2.4e-2])
     parser.add_argument("--steps", type=int, help="of a training (default: the task's)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="results; continued if there")
     parser.add_argument(

@@ -1,13 +1,12 @@
-"""Every compressor: what it sends, what it loses, how long it takes, and how models train with it.
+"""Every compressor: the bytes it sends, its error, its speed, and how models train with it.
 
-    python benchmarks/compressors.py [--seeds 5] [--json FILE] [--docs FILE]
+    python benchmarks/compressors.py [--seeds 5] [--json FILE] [--docs PAGE]
+    python benchmarks/compressors.py --again FILE --docs docs/reference/compressors.md
 
-Phases:
-
-  1. values: three distributions, and gradients of both tasks at three stages of training
-  2. codecs: bytes, squared error over the signal's, seconds beside a copy; on one core
-  3. training: two ranks, threads of this process, train two tasks with each setting, from the same
-     weights and on the same batches, several times with other ones
+1. values: three distributions, and gradients of both tasks at three stages of training
+2. codecs: bytes, squared error over the squared signal, and time, on one core
+3. training: two ranks, threads of this process, train two tasks with each setting and several
+   seeds. A seed sets the weights and the batches.
 
 Tensors of one dimension travel exact, as in the DDP hook.
 """
@@ -24,6 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import documents
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -40,14 +40,14 @@ NUMEL = 1 << 20
 RANKS = 2
 TASKS = (digits, characters)
 MOMENTUM = 0.9
-STAGES = (0.0, 0.5, 1.0)  # of the training, in which gradients are captured
+STAGES = (0.0, 0.5, 1.0)  # parts of the training after which gradients are captured
 
 
 def topk(density: float, **knobs: int) -> Config:
     return Config(compressor="topk", density=density, bucket_size=4096, **knobs)  # pyright: ignore
 
 
-# Of phase 2, by name.
+# The configs of phase 2, by name.
 CODECS: dict[str, Config] = {
     **{f"uniform, {b} bits, nearest": Config(b, rounding="nearest") for b in (8, 4, 2)},
     **{f"uniform, {b} bits, stochastic": Config(b) for b in (8, 4, 2)},
@@ -72,7 +72,7 @@ CODECS: dict[str, Config] = {
     "randk 1 %": Config(compressor="randk", density=0.01, bucket_size=4096),
 }
 
-# Of phase 3: the config, and whether what is lost is kept.
+# The settings of phase 3: the config, and whether there is error feedback.
 TRAININGS: dict[str, tuple[Config, bool]] = {
     "exact": (Config(32), False),
     "uniform, 4 bits": (Config(4), False),
@@ -95,7 +95,7 @@ TRAININGS: dict[str, tuple[Config, bool]] = {
 
 @dataclass(frozen=True)
 class Trained:
-    """What a model can do in the end: the part of the held-back examples, and nats."""
+    """The result of a training: held-out accuracy (a part of 1) and loss (nats)."""
 
     task: str
     setting: str
@@ -122,7 +122,7 @@ class Training:
         self.residuals = [np.zeros(end, np.float32) for _ in range(RANKS)] if feedback else None
 
     def gradients(self) -> list[Floats]:
-        """Return each rank's, of a batch of its own."""
+        """Return the gradients of each rank; each rank draws another batch."""
         found = []
         for generator in self.generators:
             inputs, labels = self.task.draw(self.task.batch, generator)
@@ -183,7 +183,7 @@ def train_all(seeds: int) -> list[Trained]:
 
 
 def captured() -> Floats:
-    """Return gradients of matrices, of both tasks at each stage of exact training, end to end."""
+    """Return the gradients of all matrices, of both tasks at each stage, as one array."""
     found = []
     comms = Communicator.local(RANKS)
     with ThreadPoolExecutor(RANKS) as pool:
@@ -201,7 +201,7 @@ def captured() -> Floats:
                     training.step(comms, pool)
     for comm in comms:
         comm.close()
-    # Each tensor counts alike, whatever its scale.
+    # Scaled so that all tensors have the same weight.
     return np.concatenate([g / np.sqrt(np.mean(g * g) or 1) for g in found]).astype(np.float32)
 
 
@@ -220,7 +220,7 @@ def distributions() -> dict[str, Floats]:
 
 @dataclass(frozen=True)
 class Coded:
-    """A codec on values: bits sent a value, |x - Q(x)|^2 / |x|^2, nanoseconds a value."""
+    """A codec on values: bits per value, |x - Q(x)|^2 / |x|^2, nanoseconds per value."""
 
     codec: str
     values: str
@@ -260,14 +260,14 @@ def table_of_codecs(found: list[Coded]) -> Table:
         for name in CODECS
     ]
     return Table(
-        "What is sent and lost",
-        ["codec", "bits a value", *kinds, "ns a value"],
+        "Bytes and error",
+        ["codec", "bits", *kinds, "ns"],
         rows,
         notes=[
-            "Squared error over the squared signal; 1 is as much as to send nothing. Buckets of "
-            "512 values, of 4096 where a share of them is sent. Gradients: of all matrices of "
-            "both tasks, at the start, in the middle and at the end of training. ns: encoding "
-            f"{NUMEL:,} Gaussian values on one core, from Python.",
+            "Bits and ns: per value. ns: time to encode "
+            f"{NUMEL:,} Gaussian values on one core, from Python. Buckets have 512 values, those "
+            "of topk and randk 4096. Gradients: all matrices of both tasks, at the start, in the "
+            "middle and at the end of training.",
         ],
     )
 
@@ -297,18 +297,22 @@ def table_of_training(task: str, found: list[Trained]) -> Table:
         ["setting", "accuracy %", "+-", "to exact", "loss", "+-"],
         [[name, *cells(name)] for name in TRAININGS],
         notes=[
-            f"Mean and standard deviation of {seeds} seeds, on examples that were held back; "
-            f"{RANKS} ranks, momentum SGD."
+            f"Held-out accuracy and loss (nats): mean and standard deviation of {seeds} seeds. "
+            "To exact: difference in percentage points."
         ],
     )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Every compressor: bytes, error, time, training")
-    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--seeds", type=int, default=5, help="trainings of each (default 5)")
     parser.add_argument("--json", metavar="FILE", help="also write the results there")
-    parser.add_argument("--again", type=Path, metavar="FILE", help="tables of what --json wrote")
-    parser.add_argument("--docs", type=Path, metavar="FILE", help="also write the tables there")
+    parser.add_argument(
+        "--again", type=Path, metavar="FILE", help="measure nothing; read a report of --json"
+    )
+    parser.add_argument(
+        "--docs", type=Path, metavar="PAGE", help="also put the tables between the page's markers"
+    )
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.again:
@@ -325,10 +329,9 @@ def main() -> None:
         rows = [asdict(each) for each in (*coded, *trained)]
         Report("compressors", {"seeds": options.seeds}, rows, tables).write(options.json)
     if options.docs:
-        head = "# Compressors, measured\n\nWritten by `python benchmarks/compressors.py --docs`.\n"
-        options.docs.write_text(
-            "\n\n".join([head.rstrip(), *(each.markdown() for each in tables)]) + "\n"
-        )
+        names = ["errors", *dict.fromkeys(each.task for each in trained)]
+        bodies = (documents.body_of(table) for table in tables)
+        documents.insert(options.docs, dict(zip(names, bodies, strict=True)))
 
 
 if __name__ == "__main__":

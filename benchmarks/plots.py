@@ -311,7 +311,7 @@ def adamw(report: Report) -> Figure:
                 more = [
                     loss - losses_of["exact", seed]
                     for (method, seed), loss in losses_of.items()
-                    if method == name and ("exact", seed) in losses_of
+                    if method == name and ("exact", seed) in losses_of and math.isfinite(loss)
                 ]
                 if more:
                     y, mean = place + shift, sum(more) / len(more)
