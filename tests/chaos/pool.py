@@ -262,7 +262,9 @@ class Job:
 
     def quit(self, *, whole: bool) -> list[str]:
         """Have all ranks leave; return complaints. whole: none was lost, so all end well."""
-        seconds = 2 * JOB_DEADLINE + _EXIT  # at exit each step has a deadline: docs/explanation/failures.md
+        seconds = (
+            2 * JOB_DEADLINE + _EXIT
+        )  # at exit each step has a deadline: docs/explanation/failures.md
         for worker in self.workers:
             worker.tell_to_quit()
         complaints = []

@@ -184,7 +184,7 @@ def test_python_refuses_what_cannot_be() -> None:
         cgx_ops.quantize(X, first_index=2**64)
 
 
-# ---- plans --------------------------------------------------------------------------------------
+# ---- plans ---------------------------------------------------------------------------------------
 
 
 def segment(offset: int = 0, numel: int = NUMEL, bits: int = 4) -> structs.Segment:

@@ -28,7 +28,7 @@ GUARD = 64
 ROUNDINGS: tuple[Rounding, ...] = ("nearest", "stochastic", "shift")
 ALGORITHMS: tuple[Algorithm, ...] = ("auto", "sra", "one_shot")
 
-# ---- 1. the simulated ranks ---------------------------------------------------------------------
+# ---- 1. the simulated ranks ----------------------------------------------------------------------
 
 
 class Guarded:
@@ -149,7 +149,7 @@ def payload_bytes(case: Case, comm: Communicator) -> int:
     return plan.payload_bytes
 
 
-# ---- 2. results ---------------------------------------------------------------------------------
+# ---- 2. results ----------------------------------------------------------------------------------
 
 CODEC = [
     Case(5003, bits, 100, dtype, rounding, op=op, algorithm=algorithm)
@@ -247,7 +247,7 @@ def test_in_place() -> None:
     assert digests == collective_cases.expected(case, 2)
 
 
-# ---- 3. bad calls -------------------------------------------------------------------------------
+# ---- 3. bad calls --------------------------------------------------------------------------------
 
 
 def _plan(carried: structs.Carried | None) -> None:

@@ -26,7 +26,7 @@ def numbers(hosts: str) -> tuple[int, ...]:
     return tuple(ord(host) for host in hosts.split(","))
 
 
-# ---- 1. results ---------------------------------------------------------------------------------
+# ---- 1. results ----------------------------------------------------------------------------------
 
 
 def values(rank: int) -> np.ndarray:
@@ -92,7 +92,7 @@ def test_against_the_oracle(
         assert [rank["residuals"][i] for rank in ranks] == expected
 
 
-# ---- 2. the oracle's own ------------------------------------------------------------------------
+# ---- 2. the oracle's own -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rounding", ["nearest", "shift"])

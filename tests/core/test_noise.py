@@ -29,7 +29,7 @@ use_cpu_devices(8)
 
 pytestmark = pytest.mark.timeout(120)
 
-# ---- 1. numpy -----------------------------------------------------------------------------------
+# ---- 1. numpy ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("algorithm", ["sra", "one_shot", "ring"])
@@ -151,7 +151,7 @@ def test_calls_are_counted_in_bounded_memory(monkeypatch: pytest.MonkeyPatch) ->
     assert counter.next("often") == 300
 
 
-# ---- 2. torch -----------------------------------------------------------------------------------
+# ---- 2. torch ------------------------------------------------------------------------------------
 
 
 @rank_checks(Launch(4, "run_torch_noise.py", env=tc.ENVIRONMENT, marks=[pytest.mark.slow]))
@@ -159,7 +159,7 @@ def test_torch(check: RankCheck) -> None:
     check.passes()
 
 
-# ---- 3. JAX -------------------------------------------------------------------------------------
+# ---- 3. JAX --------------------------------------------------------------------------------------
 
 KEY = jax.random.key(3)
 

@@ -61,7 +61,7 @@ def together(hosts: Any, commands: list[list[str | Path]]) -> Any:
     return hosts.together(commands, env=ENVIRONMENT, timeout=120)
 
 
-# ---- launchers ----------------------------------------------------------------------------------
+# ---- launchers -----------------------------------------------------------------------------------
 
 
 def torchrun(hosts: Any, nodes: int, *options: str, arguments: list[str]) -> list[dict[str, Any]]:
@@ -125,7 +125,7 @@ def test_jax_by_the_variables_of_torchrun(hosts: Any, devices: int) -> None:
         assert ran.stdout.splitlines()[-1] == "ok all"
 
 
-# ---- failures -----------------------------------------------------------------------------------
+# ---- failures ------------------------------------------------------------------------------------
 
 
 def test_killed_rank_is_an_error_at_once(hosts: Any, tmp_path: Path) -> None:

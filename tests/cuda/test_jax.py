@@ -110,7 +110,7 @@ def test_registration() -> None:
     assert set(handlers._register_cuda()) <= set(handlers.targets())
 
 
-# ---- what is refused -----------------------------------------------------------------------------
+# ---- errors on all processes ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("platform", ["rocm", "tpu"])

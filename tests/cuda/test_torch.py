@@ -38,7 +38,7 @@ REDUCTIONS = [
 PROGRAM = "run_cuda_torch.py"
 NAMES = listed(PROGRAM)
 CASES = ["values", "lists", "layouts", "in_place", "gradients", "streams", "works", "backend_calls"]
-CASES += ["what_is_compressed", "data_parallel", "sharded", "operators"]
+CASES += ["compressed_operations", "data_parallel", "sharded", "operators"]
 
 
 def on(n: int, wire: str, *names: str, timeout: float = 300) -> Launch:
@@ -49,7 +49,7 @@ def on(n: int, wire: str, *names: str, timeout: float = 300) -> Launch:
 @rank_checks(
     *(on(n, wire, *CASES) for n in (2, 4) for wire in WIRES),
     on(2, "SHM", "recorded"),
-    on(2, "MPI", "not_recorded"),
+    on(2, "MPI", "recording_refused"),
     on(2, "SHM", "compiled", "compiled_and_recorded", timeout=600),
     *(on(3, wire, "late_rank", "mismatch") for wire in WIRES),
 )

@@ -24,7 +24,7 @@ DTYPES = (np.float32, np.float16, jnp.bfloat16)
 SIZES = (0, 1, 17, 511, 512, 513, 5003)
 
 
-# ---- values ------------------------------------------------------------------------------------
+# ---- values --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("where", [lambda f: f, jax.jit], ids=["eager", "jit"])
@@ -157,7 +157,7 @@ def test_no_leaves() -> None:
     assert on_ranks(2, lambda _, comm: (allreduce_q({}, comm), comm.collectives)) == [({}, 0)] * 2
 
 
-# ---- transformations ---------------------------------------------------------------------------
+# ---- transformations -----------------------------------------------------------------------------
 
 
 TWICE = [expected(np.stack([sums] * 3)) for sums in STEPS]
@@ -270,7 +270,7 @@ def test_export() -> None:
     check(on_ranks(3, body), STEPS[0])
 
 
-# ---- derivatives -------------------------------------------------------------------------------
+# ---- derivatives ---------------------------------------------------------------------------------
 
 EXACT = expected(X[:, 0], bits=32)
 

@@ -39,7 +39,7 @@ ENVIRONMENT = {
 }
 
 
-# ---- order -------------------------------------------------------------------------------------
+# ---- order ---------------------------------------------------------------------------------------
 
 
 def test_independent_calls_keep_their_order() -> None:
@@ -150,7 +150,7 @@ def test_threads_with_names() -> None:
     check(on_ranks(2, body), [expected(X[:2, row]) for row in range(4)])
 
 
-# ---- errors ------------------------------------------------------------------------------------
+# ---- errors --------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -330,12 +330,12 @@ def test_threads_without_names(pair: list[Communicator]) -> None:
     assert "several Python threads" in error_of(lambda: call(1, 1))
 
 
-# ---- processes ---------------------------------------------------------------------------------
+# ---- processes -----------------------------------------------------------------------------------
 
 
 PROGRAM = "run_jax_allreduce.py"
 RIGHT = ["values", "different_programs", "two_communicators", "threads_with_names"]
-RIGHT += ["one_program_for_all", "training"]
+RIGHT += ["same_program_on_all_ranks", "training"]
 
 
 def on(ranks: int, mark: pytest.MarkDecorator) -> Launch:
@@ -343,7 +343,7 @@ def on(ranks: int, mark: pytest.MarkDecorator) -> Launch:
 
 
 @rank_checks(
-    Launch(2, PROGRAM, "among_other_ordered_effects", env=ENVIRONMENT),
+    Launch(2, PROGRAM, "between_ordered_callbacks", env=ENVIRONMENT),
     Launch(2, PROGRAM, "mismatch", "late", env={**ENVIRONMENT, "CGX_TIMEOUT": "3"}),
     on(3, pytest.mark.slow),
     *(on(n, pytest.mark.exhaustive) for n in (1, 2, 4)),

@@ -67,7 +67,7 @@ def check(
             assert same_bits(residuals[place], lost[rank]), what
 
 
-# ---- 1. one process, eight devices --------------------------------------------------------------
+# ---- 1. one process, eight devices ---------------------------------------------------------------
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -170,7 +170,7 @@ def test_sums_in_a_process_hide_and_flush_nothing(monkeypatch: pytest.MonkeyPatc
 
 
 PROGRAM = "run_jax_carrier.py"
-OF_MESHES = ["one_axis", "two_axes", "another_order", "many"]
+OF_MESHES = ["one_axis", "two_axes", "permuted_mesh", "many"]
 # Without LLVM's optimizations, which take long: above the same calls have them.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "XLA_FLAGS": "--xla_backend_optimization_level=0"}
 
@@ -367,7 +367,7 @@ def test_unused_results_are_dropped_everywhere() -> None:
     assert text.count('custom_call_target="cgx_carried_encode"') == 1
 
 
-# ---- 5. what is refused --------------------------------------------------------------------------
+# ---- 5. errors on all processes ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("algorithm", ["ring", "hierarchical"])

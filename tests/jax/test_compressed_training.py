@@ -32,7 +32,7 @@ U = 2.0**-24  # what a float32 operation rounds, of its result
 TOPK: dict[str, Any] = {"compressor": "topk", "density": 0.05}
 
 
-# ---- 1. which leaves have error feedback --------------------------------------------------------
+# ---- 1. which leaves have error feedback ---------------------------------------------------------
 
 RULES = Rules(
     [
@@ -106,7 +106,7 @@ def test_on_request() -> None:
     assert kept(compressor="levels", bits=1) == PARAMS.keys()
 
 
-# ---- 2. consolidated state ----------------------------------------------------------------------
+# ---- 2. consolidated state -----------------------------------------------------------------------
 
 WEIGHTS = {"w": normal(30, NUMEL), "b": normal(31, 40)}
 

@@ -82,7 +82,7 @@ def of_all(names: list[str], call: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *operands: {name: call(*operands, config=Config(**CASES[name])) for name in names}
 
 
-# ---- 1. values ----------------------------------------------------------------------------------
+# ---- 1. values -----------------------------------------------------------------------------------
 
 
 @both_carriers
@@ -268,7 +268,7 @@ def test_allreduce_q() -> None:
     assert all(same_bits(result[1], want) for result, want in zip(results, votes, strict=True))
 
 
-# ---- 2. nothing is given up ---------------------------------------------------------------------
+# ---- 2. conservation -----------------------------------------------------------------------------
 
 
 WAYS = [
@@ -329,7 +329,7 @@ def test_nothing_is_given_up(ranks: int, carrier: Any, algorithm: Any) -> None:
         check_given_up(name, x, *(np.asarray(y, np.float64) for y in found))
 
 
-# ---- 3. transformations, donation, export -------------------------------------------------------
+# ---- 3. transformations, donation, export --------------------------------------------------------
 
 TRANSFORMED = ["topk", "levels", "sign", "ternary", "threshold"]
 transformed = pytest.mark.parametrize("name", TRANSFORMED)

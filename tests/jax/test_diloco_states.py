@@ -176,8 +176,8 @@ ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CGX_TIMEOUT": "30"}
 @pytest.mark.slow
 def test_two_processes(tmp_path: Path) -> None:
     """What runs beside it, settings that differ, a synchronisation that fails in both or in one."""
-    names = ["steps_run_while_it_is_sent", "other_settings", "a_synchronisation_fails"]
-    names += ["one_skips_alone"]
+    names = ["steps_overlap_with_sending", "other_settings", "failed_synchronization"]
+    names += ["skip_on_one_process"]
     file = tmp_path / "run.npz"
     outputs = launch.mpirun(2, PROGRAM, file, *names, env=ENVIRONMENT, timeout=100)
     launch.check_ok(outputs, names)
@@ -199,7 +199,7 @@ def test_bits_of_two_processes(tmp_path: Path) -> None:
 
 @slow
 def test_another_number_of_processes(tmp_path: Path) -> None:
-    for processes, name in ((2, "is_saved"), (3, "goes_on")):
+    for processes, name in ((2, "saves_checkpoint"), (3, "restores_checkpoint")):
         file = tmp_path / "run.npz"
         outputs = launch.mpirun(processes, PROGRAM, file, name, env=ENVIRONMENT, timeout=60)
         launch.check_ok(outputs, [name])
@@ -209,7 +209,7 @@ def test_another_number_of_processes(tmp_path: Path) -> None:
 def test_a_process_that_is_lost(tmp_path: Path) -> None:
     ulfm = ("--with-ft", "ulfm")
     survivor, _ = launch.mpirun(
-        2, PROGRAM, tmp_path / "none", "a_process_is_lost", env=ENVIRONMENT, timeout=100,
+        2, PROGRAM, tmp_path / "none", "lost_process", env=ENVIRONMENT, timeout=100,
         mpirun_args=ulfm, check=False,
     )  # fmt: skip
     assert "ok all" in survivor.splitlines(), survivor

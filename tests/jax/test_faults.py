@@ -54,7 +54,7 @@ exhaustive = pytest.mark.exhaustive
 by_devices = pytest.mark.parametrize("devices", [pytest.param(1, marks=exhaustive), 2])
 
 # What leaves all processes and their communicator whole.
-WHOLE = ("other_bits_under_one_name", "other_programs_with_one_name", "programs_that_follow")
+WHOLE = ("mismatched_bits", "one_name_in_different_programs", "dependent_programs")
 
 
 @exhaustive  # test_the_end() has it on two devices
@@ -64,14 +64,14 @@ def test_processes_that_disagree() -> None:
 
 @by_devices
 def test_launches_out_of_step(devices: int) -> None:
-    check_outputs(by_mpirun(-1, "launches_out_of_step", env=environment(devices, 60)))
+    check_outputs(by_mpirun(-1, "launch_failed_on_one_process", env=environment(devices, 60)))
 
 
 @by_devices
 @pytest.mark.parametrize(
     ("victim", "check"),
     [
-        pytest.param(-1, "other_programs", marks=exhaustive),
+        pytest.param(-1, "different_programs", marks=exhaustive),
         pytest.param(0, "never_calls", marks=exhaustive),
         (1, "never_calls"),
     ],
@@ -81,7 +81,7 @@ def test_processes_that_do_not_come(victim: int, check: str, devices: int) -> No
 
 
 def test_the_device_of_a_process() -> None:
-    check_outputs(by_mpirun(-1, "a_device_fails", env=environment(1, 60)))
+    check_outputs(by_mpirun(-1, "only_device_fails", env=environment(1, 60)))
 
 
 def test_a_device_of_one_process() -> None:
@@ -94,7 +94,7 @@ def test_a_device_of_several_in_a_process() -> None:
     check_outputs(by_arguments(-1, "one_of_several_devices_fails", env=environment(2, 60)))
 
 
-DAILY_ENDS = [("raises", by_mpirun, 0), ("is_killed", by_arguments, 0)]
+DAILY_ENDS = [("raises", by_mpirun, 0), ("killed", by_arguments, 0)]
 
 
 @by_devices
@@ -103,7 +103,7 @@ DAILY_ENDS = [("raises", by_mpirun, 0), ("is_killed", by_arguments, 0)]
     [
         pytest.param(*end, marks=[] if end in DAILY_ENDS else exhaustive)
         for end in itertools.product(
-            ("raises", "exits", "exits_at_once", "is_killed"), (by_mpirun, by_arguments), (0, 1)
+            ("raises", "exits", "exits_immediately", "killed"), (by_mpirun, by_arguments), (0, 1)
         )
     ],
 )
@@ -116,7 +116,7 @@ def test_processes_that_end(
     check_outputs(outputs, victim)
 
 
-# ---- the end -----------------------------------------------------------------------------------
+# ---- the end -------------------------------------------------------------------------------------
 
 # After success, after errors of all, after the loss of a process: launch, victim, checks, and the
 # devices of a process that they need.
@@ -125,7 +125,7 @@ ENDS: list[tuple[Callable[..., list[str]], int, tuple[str, ...], int]] = [
     (by_plain_mpirun, -1, ("check_together",), 1),
     (by_plain_mpirun, -1, (*WHOLE, "one_of_several_devices_fails"), 2),
     (by_plain_mpirun, 1, ("exits",), 1),
-    (by_arguments, 0, ("exits_at_once",), 1),
+    (by_arguments, 0, ("exits_immediately",), 1),
 ]
 LAUNCHES = 50
 

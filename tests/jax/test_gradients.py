@@ -69,7 +69,7 @@ def on_rows(body: Callable[..., Any], out_specs: Any = SHARED, check_vma: bool =
     )  # fmt: skip
 
 
-# ---- compress_grads: three places where jax.grad stands -----------------------------------------
+# ---- compress_grads: three places where jax.grad stands ------------------------------------------
 
 
 def inside(loss: Callable[..., jax.Array]) -> Any:
@@ -138,7 +138,7 @@ def test_eager_and_without_an_effect_on_the_value() -> None:
     assert same_bits(gradient, expected(BATCH))
 
 
-# ---- compress_grads under transformations -------------------------------------------------------
+# ---- compress_grads under transformations --------------------------------------------------------
 
 
 @pytest.mark.parametrize("gradient", [inside, around])
@@ -193,7 +193,7 @@ def test_a_key_that_is_an_operand() -> None:
         assert same_bits(program(WEIGHTS, BATCH, step), expected(BATCH, seeds=[seed] * N))
 
 
-# ---- compress_grads on trees and meshes ---------------------------------------------------------
+# ---- compress_grads on trees and meshes ----------------------------------------------------------
 
 
 @pytest.mark.parametrize("fuse", [True, False])
@@ -245,7 +245,7 @@ def test_the_other_axis_of_a_mesh_is_left_to_jax(around_it: bool) -> None:
     assert same_bits(jax.jit(program)(WEIGHTS, batch), want)
 
 
-# ---- compress_grads: what it refuses ------------------------------------------------------------
+# ---- compress_grads: what it refuses -------------------------------------------------------------
 
 
 @pytest.mark.parametrize("around_it", [False, True])
@@ -300,7 +300,7 @@ def test_outside_of_any_shard_map() -> None:
             call(WEIGHTS)
 
 
-# ---- value_and_grad -----------------------------------------------------------------------------
+# ---- value_and_grad ------------------------------------------------------------------------------
 
 
 def mean_of_losses(check_vma: bool) -> Any:

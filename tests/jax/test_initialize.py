@@ -52,7 +52,7 @@ def test_all_devices_are_one_mesh(launch: Launch, devices: int) -> None:
 
 def test_after_errors_and_twice() -> None:
     """By mpirun, on devices by JAX's own option."""
-    checks = ["another_rank_than_that_of_mpirun", "a_port_that_is_taken", "works", "twice"]
+    checks = ["rank_differs_from_mpirun", "port_in_use", "works", "twice"]
     by_mpirun(2, *checks, JAX_NUM_CPU_DEVICES="2")
 
 
@@ -64,7 +64,7 @@ def test_twice_by_arguments() -> None:
 
 @pytest.mark.slow
 def test_after_a_process_that_never_came() -> None:
-    by_arguments(2, "one_never_comes", "works")
+    by_arguments(2, "missing_process", "works")
 
 
 def test_a_launcher_that_jax_knows() -> None:
@@ -78,7 +78,7 @@ def test_a_launcher_that_jax_knows() -> None:
 
 @both
 def test_alone_there_is_nothing_to_do(launch: Launch) -> None:
-    launch(1, "nothing_to_do")
+    launch(1, "single_process")
 
 
 def test_processes_that_only_xla_connects() -> None:
@@ -93,7 +93,7 @@ def test_processes_that_only_xla_connects() -> None:
             by_mpirun, ["late_on_one_rank", "not_initialized", "works_alone"],
             marks=pytest.mark.slow,
         ),
-        (by_arguments, ["a_port_that_is_none", "late_on_one_rank", "works_alone"]),
+        (by_arguments, ["invalid_port", "late_on_one_rank", "works_alone"]),
     ],
 )  # fmt: skip
 def test_called_too_late(launch: Launch, checks: list[str]) -> None:

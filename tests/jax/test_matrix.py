@@ -39,7 +39,7 @@ ROWS, NUMEL = 4, 600  # 600 elements: a bucket and a part of one
 
 Function = Callable[[jax.Array], jax.Array]
 
-# ---- 1. the ways --------------------------------------------------------------------------------
+# ---- 1. the ways ---------------------------------------------------------------------------------
 
 
 def _one_by_one(f: Function) -> Function:
@@ -168,7 +168,7 @@ def test_every_policy_without_arguments_is_there() -> None:
     assert found == set(POLICIES)
 
 
-# ---- 2. the oracle ------------------------------------------------------------------------------
+# ---- 2. the oracle -------------------------------------------------------------------------------
 
 
 def small_integers(seed: int, devices: int) -> Values:
@@ -187,7 +187,7 @@ def check_sums(case: MeshCase, rows: Any, x: Values) -> None:
     case.check(np.asarray(rows) + 0, lambda places, _: x[places].sum(0) + 0)
 
 
-# ---- 3. the matrix ------------------------------------------------------------------------------
+# ---- 3. the matrix -------------------------------------------------------------------------------
 
 
 def matrix() -> list[Any]:
@@ -243,7 +243,7 @@ def test_values_tangents_and_gradients(
         check_sums(case, whole.run(around, x, w), w)
 
 
-# ---- 4. what differs from a function of arrays --------------------------------------------------
+# ---- 4. what differs from a function of arrays ---------------------------------------------------
 
 
 @carriers_and_modes

@@ -46,7 +46,7 @@ each_mesh = pytest.mark.parametrize("case", MESHES, ids=lambda case: case.name)
 BF16 = ml_dtypes.bfloat16
 
 
-# ---- 1. values ----------------------------------------------------------------------------------
+# ---- 1. values -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def test_dtypes_bits_operators_and_keys(
         case.check(rows, partial(call.expected, case, check_vma, x))
 
 
-# ---- 2. sums in 32 bits -------------------------------------------------------------------------
+# ---- 2. sums in 32 bits --------------------------------------------------------------------------
 
 
 def sum_bound(terms: Values) -> Values:
@@ -145,7 +145,7 @@ def test_sums_in_32_bits_are_those_of_lax(case: MeshCase, carrier: Any, check_vm
         assert (error <= sum_bound(x[group])).all()
 
 
-# ---- 3. several meshes --------------------------------------------------------------------------
+# ---- 3. several meshes ---------------------------------------------------------------------------
 
 
 @both_modes
@@ -200,7 +200,7 @@ def test_meshes_that_know_nothing_of_each_other() -> None:
     assert all(same_bits(row, want) for row in rows)
 
 
-# ---- 4. what all processes share ----------------------------------------------------------------
+# ---- 4. what all processes share -----------------------------------------------------------------
 
 
 def test_one_program_for_all_processes() -> None:

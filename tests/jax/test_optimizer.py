@@ -110,7 +110,7 @@ def program_of(optimizer: optax.GradientTransformation, params: Any, check_vma: 
     return jax.jit(mapped, donate_argnums=1)
 
 
-# ---- steps --------------------------------------------------------------------------------------
+# ---- steps ---------------------------------------------------------------------------------------
 
 
 @both_modes
@@ -227,7 +227,7 @@ def test_residuals_too_large_for_a_dtype_stay_finite(kept: str, sent: str) -> No
         assert state.residual.dtype == kept
 
 
-# ---- trees, optimizers and meshes ---------------------------------------------------------------
+# ---- trees, optimizers and meshes ----------------------------------------------------------------
 
 
 def test_what_is_owed_when_all_becomes_exact() -> None:
@@ -337,7 +337,7 @@ def test_explicit_mesh() -> None:
             assert same_bits(state.residual, residual)
 
 
-# ---- state --------------------------------------------------------------------------------------
+# ---- state ---------------------------------------------------------------------------------------
 
 
 def test_init_finds_the_mesh() -> None:
@@ -430,7 +430,7 @@ def test_checkpoint_of_processes_with_two_devices_each(tmp_path: Path) -> None:
             assert f"ok {half}" in output.splitlines()
 
 
-# ---- what is refused ----------------------------------------------------------------------------
+# ---- errors on all processes ---------------------------------------------------------------------
 
 
 def test_gradients_that_jax_has_summed() -> None:

@@ -27,7 +27,7 @@ ENVIRONMENT = {
 # For programs that also run in one process, there with LLVM's optimizations: these take long.
 UNOPTIMIZED = ENVIRONMENT | {"XLA_FLAGS": "--xla_backend_optimization_level=0"}
 
-# ---- 1. tests of other files --------------------------------------------------------------------
+# ---- 1. tests of other files ---------------------------------------------------------------------
 
 
 def check_pytest(
@@ -73,7 +73,7 @@ def test_all_files(ranks: int) -> None:
     check_pytest(ranks, *which, *sorted(HERE.glob("test_*.py")), timeout=2400)
 
 
-# ---- 2. order -----------------------------------------------------------------------------------
+# ---- 2. order ------------------------------------------------------------------------------------
 
 
 Mesh = tuple[int, int]  # processes, devices in each
@@ -149,7 +149,7 @@ def test_xla_computes_while_messages_wait(program: str, tmp_path: Path) -> None:
         assert "ok" in output.splitlines()
 
 
-# ---- 3. threads ---------------------------------------------------------------------------------
+# ---- 3. threads ----------------------------------------------------------------------------------
 
 
 def threads(devices: int, *names: str, marks: Sequence[pytest.MarkDecorator] = ()) -> Launch:

@@ -70,7 +70,7 @@ def check(got: Any, want: tuple[Values, Values]) -> None:
     assert all(map(same_bits, residuals, want[1]))
 
 
-# ---- 1. values ----------------------------------------------------------------------------------
+# ---- 1. values -----------------------------------------------------------------------------------
 
 
 @both_modes
@@ -117,7 +117,7 @@ def test_groups_that_differ_by_their_residuals_have_other_noise() -> None:
     assert not same_bits(apart[0], apart[1])
 
 
-# ---- 2. trees and shapes ------------------------------------------------------------------------
+# ---- 2. trees and shapes -------------------------------------------------------------------------
 
 
 @both_carriers
@@ -157,7 +157,7 @@ def test_one_device_sends_nothing(check_vma: bool) -> None:
     assert not np.asarray(none).any()
 
 
-# ---- 3. transformations and donation ------------------------------------------------------------
+# ---- 3. transformations and donation -------------------------------------------------------------
 
 
 @both_modes
@@ -259,7 +259,7 @@ def test_donated(carrier: Any) -> None:
             assert same_bits(kept, OLD)
 
 
-# ---- 4. what is refused -------------------------------------------------------------------------
+# ---- 4. errors on all processes ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,7 @@ def run(body: Callable[..., Any], *operands: Any, check_vma: bool = False) -> An
     return jax.tree.map(np.asarray, on_mesh(mesh_of((8,), ("d",)), body, check_vma)(*operands))
 
 
-# ---- differentiation ----------------------------------------------------------------------------
+# ---- differentiation -----------------------------------------------------------------------------
 
 
 @both_modes
@@ -196,7 +196,7 @@ def test_remat(policy: Any, check_vma: bool) -> None:
         assert np.allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
-# ---- vmap ---------------------------------------------------------------------------------------
+# ---- vmap ----------------------------------------------------------------------------------------
 
 
 @both_modes
@@ -280,7 +280,7 @@ def test_gradient_of_vmap_and_vmap_of_gradient(check_vma: bool) -> None:
     assert np.allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
-# ---- control flow -------------------------------------------------------------------------------
+# ---- control flow --------------------------------------------------------------------------------
 
 
 @both_modes
@@ -339,7 +339,7 @@ def test_map_and_fori() -> None:
     assert same_bits(looped, total)
 
 
-# ---- shapes without a run -----------------------------------------------------------------------
+# ---- shapes without a run ------------------------------------------------------------------------
 
 
 @both_modes

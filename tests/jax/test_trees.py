@@ -73,7 +73,7 @@ def tree_of(seed: int) -> dict[str, Any]:
     }
 
 
-# ---- 1. one message for a tree ------------------------------------------------------------------
+# ---- 1. one message for a tree -------------------------------------------------------------------
 
 
 @both_modes
@@ -172,7 +172,7 @@ def test_what_is_not_rules() -> None:
             run(lambda v, r=rules: psum_q({"a": v}, "d", rules=r), normal(0, 8, 100))
 
 
-# ---- 2. scatter and gather ----------------------------------------------------------------------
+# ---- 2. scatter and gather -----------------------------------------------------------------------
 
 
 @both_modes

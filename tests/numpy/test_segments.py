@@ -26,7 +26,7 @@ DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bf
 NUMELS = (5000, 17, 0, 512, 3)
 BITS = (4, 2, 8, 32, 4)
 
-# ---- 1. calls -----------------------------------------------------------------------------------
+# ---- 1. calls ------------------------------------------------------------------------------------
 
 
 SRA = Config(algorithm="sra", rounding="nearest").native
@@ -65,7 +65,7 @@ def run(
     library.call("cgx_run", byref(call))
 
 
-# ---- 2. results and residuals -------------------------------------------------------------------
+# ---- 2. results and residuals --------------------------------------------------------------------
 
 
 def old_residuals(rank: int, dtype: str) -> list[Any]:
@@ -193,7 +193,7 @@ def test_lists_meet_one_buffer() -> None:
     assert first.tobytes() == second.tobytes()
 
 
-# ---- 3. bad lists -------------------------------------------------------------------------------
+# ---- 3. bad lists --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("which", ["inputs", "outputs"])
@@ -266,7 +266,7 @@ def test_lists_of_one_side_leave_the_other_a_buffer() -> None:
             library.call("cgx_run", byref(call))
 
 
-# ---- 4. refusals --------------------------------------------------------------------------------
+# ---- 4. refusals ---------------------------------------------------------------------------------
 
 
 def refuse(comm: Communicator, name: str, text: str) -> None:

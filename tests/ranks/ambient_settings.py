@@ -1,4 +1,4 @@
-"""What a caller may set for the model, as contexts: the default dtype and device, autocast."""
+"""Settings that a caller's context may impose on a model: default dtype and device, autocast."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -18,7 +18,7 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(torch.float32)
 
 
-# Contexts in which tensors of other dtypes, or without values, are made by default.
+# Contexts that change the dtype of new tensors, or create tensors without values, by default.
 DEFAULTS: dict[str, Setting] = {
     "bfloat16": lambda: _default_dtype(torch.bfloat16),
     "float64": lambda: _default_dtype(torch.float64),
@@ -40,5 +40,5 @@ def nested_autocast(dtype: torch.dtype) -> Setting:
 
 
 def around_backward(dtype: torch.dtype) -> dict[str, Setting]:
-    """Return the contexts of backward(), for a forward pass in autocast(dtype)."""
+    """Return the contexts of backward() for a forward pass under autocast(dtype)."""
     return {"autocast": autocast(dtype), "nested autocast": nested_autocast(dtype)}

@@ -1,9 +1,9 @@
-"""Runs the checks of a rank program, one after another in one launch, and reports each by name.
+"""Run the checks of a rank program one after another in one process, and report each by name.
 
     mpirun -np 2 python run_torch_ddp.py                          # all
     mpirun -np 2 python run_torch_ddp.py "ddp.steps.*" resumed    # some, by name
 
-A check is a function without arguments that raises to fail.
+A check is a function without arguments. It fails by raising an exception.
 """
 
 import json
@@ -19,14 +19,14 @@ Function = TypeVar("Function", bound=Callable[..., object])
 
 
 def named(*checks: Check) -> dict[str, Check]:
-    """Return checks by the names of their functions."""
+    """Return the checks keyed by their function names."""
     return _by_name([(check.__name__, check) for check in checks])
 
 
 def of_modules(*modules: ModuleType) -> dict[str, Callable[..., object]]:
-    """Return all that lists CHECKS of modules have, by names such as "ddp.steps.accumulates".
+    """Return the modules' CHECKS, keyed by names such as "ddp.steps.accumulates".
 
-    Those of some modules take arguments: bind them.
+    The checks of some modules take arguments; bind them before running.
     """
     return _by_name(
         [
@@ -42,26 +42,26 @@ def run(
     patterns: Sequence[str] | None = None,
     after: Check | None = None,
 ) -> None:
-    """Run the checks that a pattern names, or all if there is none; at the end print "ok all".
+    """Run the checks that match a pattern (all without patterns), then print "ok all".
 
-    support/rank_checks.py reads what is printed.
+    support/rank_checks.py parses the output.
 
     Args:
-        checks: by name.
-        patterns: of whole names or of what follows a name's dots; sys.argv's by default.
-        after: called after each check, such as a barrier.
+        checks: the checks by name.
+        patterns: patterns for whole names, or for the part after any dot; default: sys.argv[1:].
+        after: called after each check, for example a barrier.
 
     Raises:
-        ValueError: a pattern is of no check.
-        Exception: what the first check to fail raised, with the check's name.
+        ValueError: a pattern matches no check.
+        Exception: the exception of the first check that failed, with the check's name as a note.
     """
     patterns = sys.argv[1:] if patterns is None else patterns
     for pattern in patterns:
-        if not any(is_of(pattern, name) for name in checks):
+        if not any(matches_name(pattern, name) for name in checks):
             raise ValueError(f"no check is {pattern!r}; there are {', '.join(checks)}")
     print(f"checks: {json.dumps(list(checks))}", flush=True)
     for name, check in checks.items():
-        if patterns and not any(is_of(pattern, name) for pattern in patterns):
+        if patterns and not any(matches_name(pattern, name) for pattern in patterns):
             continue
         start = time.monotonic()
         try:
@@ -75,8 +75,8 @@ def run(
     print("ok all", flush=True)
 
 
-def is_of(pattern: str, name: str) -> bool:
-    """Return whether a pattern matches a name, or the rest of it after any of its dots."""
+def matches_name(pattern: str, name: str) -> bool:
+    """Return whether a pattern matches a name, or the part of the name after any dot."""
     return fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")
 
 

@@ -1,4 +1,4 @@
-"""What run_cuda_core.py has of failures: ranks that disagree or are lost, bad calls, no memory."""
+"""Failure scenarios of run_cuda_core.py: mismatched ranks, lost ranks, bad calls, out of memory."""
 
 import contextlib
 import os
@@ -19,7 +19,7 @@ from cgx_ops._core import library, structs
 
 
 def failure(call: Callable[[], object]) -> list[str] | None:
-    """Return an error's kind and text; None if there was none."""
+    """Return an error's type and text, or None if there was no error."""
     try:
         call()
     except CgxError as error:
@@ -28,7 +28,7 @@ def failure(call: Callable[[], object]) -> list[str] | None:
 
 
 def outcome(comm: Communicator, y: torch.Tensor) -> Finding:
-    """Return what a failed collective says, now and next, and whether its output is NaN."""
+    """Return the errors of a failed collective and the next call, and whether the output is NaN."""
     error = failure(lambda: check(comm, finish=True))
     return {
         "error": error,
@@ -37,7 +37,7 @@ def outcome(comm: Communicator, y: torch.Tensor) -> Finding:
     }
 
 
-# What the last rank does otherwise, by the word that the error must hold.
+# How the last rank's call differs, keyed by the word that the error must contain.
 DISAGREEMENTS: dict[str, tuple[Config, dict[str, Any]]] = {
     "bits": (replace(CONFIG, bits=3), {}),
     "bucket_size": (replace(CONFIG, bucket_size=64), {}),
@@ -51,7 +51,7 @@ DISAGREEMENTS: dict[str, tuple[Config, dict[str, Any]]] = {
 
 
 def mismatch(comm: Communicator) -> Finding:
-    """Return each disagreement's outcome; a communicator for each, since it ends one."""
+    """Return each mismatch's outcome. A mismatch ends its communicator, so each has its own."""
     outcomes = {
         word: disagreement(comm, f"odd {index}", *disagreeing)
         for index, (word, disagreeing) in enumerate(DISAGREEMENTS.items())
@@ -61,7 +61,7 @@ def mismatch(comm: Communicator) -> Finding:
 
 
 def disagreement(comm: Communicator, name: str, config: Config, options: dict[str, Any]) -> Finding:
-    """Return the outcome where the last rank has these."""
+    """Return the outcome if the last rank uses this config and these options."""
     own = comm.split(0, name=name)
     assert own is not None
     ready = torch.ones(NUMEL, device="cuda")
@@ -79,7 +79,7 @@ def disagreement(comm: Communicator, name: str, config: Config, options: dict[st
 
 
 def lost(comm: Communicator, how: str, timeout: float) -> Finding:
-    """Return what the others see of a last rank that is killed at work, or never calls."""
+    """Return the errors of the other ranks if the last rank is killed, or never calls."""
     x, y = torch.ones(4_000_000, device="cuda"), torch.zeros(4_000_000, device="cuda")
     allreduce(comm, x, y, CONFIG)
     check(comm, finish=True)
@@ -98,10 +98,11 @@ def lost(comm: Communicator, how: str, timeout: float) -> Finding:
 
 
 def bad(comm: Communicator) -> Finding:
-    """Return the error of each bad call, which all ranks make, and whether the next one is well."""
+    """Return the error of each bad call (made by all ranks), and whether the next call succeeds."""
     x, y = torch.ones(NUMEL, device="cuda"), torch.zeros(NUMEL, device="cuda")
     host = torch.ones(NUMEL)
-    freed = torch.ones(2**26, device="cuda").data_ptr()  # its tensor is gone, and so is the memory
+    # the tensor is freed, so this pointer is invalid
+    freed = torch.ones(2**26, device="cuda").data_ptr()
     torch.cuda.empty_cache()
 
     def call(source: int | None, result: int | None, **fields: Any) -> Callable[[], None]:
@@ -136,7 +137,7 @@ def bad(comm: Communicator) -> Finding:
         other = torch.ones(NUMEL, device="cuda:1")
         calls["another device"] = call(x.data_ptr(), other.data_ptr())
     errors = {name: failure(bad_call) for name, bad_call in calls.items()}
-    call(x.data_ptr(), y.data_ptr(), config=nested)()  # where there is one host: as on the CPU
+    call(x.data_ptr(), y.data_ptr(), config=nested)()  # on a single host this works, as on the CPU
     want = comm.allreduce(np.ones(NUMEL, np.float32), config=Config(rounding="nearest"))
     allreduce(comm, x, y, Config(rounding="nearest"))
     return {"errors": errors, "whole": not differs(y, want)}
@@ -144,7 +145,7 @@ def bad(comm: Communicator) -> Finding:
 
 @contextlib.contextmanager
 def full_memory(comm: Communicator) -> Iterator[None]:
-    """Hold all of the GPU's memory on rank 0; all ranks enter and leave together."""
+    """Hold all of the GPU's memory on rank 0. All ranks enter and leave together."""
     meet = np.zeros(16, np.float32)
     comm.allreduce(meet, config=Config(bits=32))
     held, size = [], 2**33
@@ -164,7 +165,7 @@ def full_memory(comm: Communicator) -> Iterator[None]:
 
 
 def memory(comm: Communicator) -> Finding:
-    """Return the error of a first collective that finds no memory, and whether one works later."""
+    """Return the error of a first collective without free memory, and whether a later one works."""
     x, y = torch.ones(2**26, device="cuda"), torch.zeros(2**26, device="cuda")
     poor = comm.split(0, name="poor")
     assert poor is not None

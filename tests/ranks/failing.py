@@ -1,10 +1,10 @@
-"""Calls that must raise, in programs of ranks."""
+"""Helper for calls that must raise, in rank programs."""
 
 from collections.abc import Callable
 
 
 def fails(error: type[Exception], words: str, call: Callable[[], object]) -> None:
-    """Check that a call raises, and that the error's text has these words."""
+    """Check that a call raises this exception, and that its text contains these words."""
     try:
         call()
     except error as raised:

@@ -1,6 +1,6 @@
-"""What is checked alike of hooks with a method of their own: PowerSGD, Deep Gradient Compression.
+"""Checks shared by the hooks that have their own method: PowerSGD and Deep Gradient Compression.
 
-A `Method` makes models with such a hook.
+A `Method` describes such a hook and creates models with it.
 """
 
 import copy
@@ -26,12 +26,12 @@ from cgx_ops.torch.ddp import models as ddp_models
 
 @dataclass(frozen=True)
 class Method:
-    """A hook with a state.
+    """A communication hook with a state.
 
     Attributes:
-        hook, state: torch's function and its state's class.
-        hooked: hooked(module, **options) gives a model with the hook, and its state.
-        kept: what a state keeps by name: tensors, and what else a checkpoint must restore.
+        hook, state: the hook function, and the class of its state.
+        hooked: hooked(module, **options) returns a model with the hook, and the hook's state.
+        kept: returns a state's tensors and the other values of a checkpoint, by name.
     """
 
     hook: Any
@@ -48,9 +48,10 @@ def same(got: dict[str, Any], want: dict[str, Any], what: object = "") -> None:
 
 
 def buckets(method: Method, messages: int) -> list[Any]:
-    """Averages do not depend on them, also before they are made anew; one has so many messages.
+    """Check that averages do not depend on DDP's buckets.
 
-    Returns a state for each way to make buckets.
+    Covers the steps before DDP rebuilds its buckets, and the number of messages of one bucket.
+    Returns one state for each bucket configuration.
     """
     want, states = None, []
     for wrapper in ({}, {"bucket_cap_mb": 0.001}, {"gradient_as_bucket_view": True}):
@@ -68,7 +69,7 @@ def buckets(method: Method, messages: int) -> list[Any]:
 
 
 def carried_by_torch(method: Method, **options: Any) -> None:
-    """To the same bits, over gloo, in many buckets."""
+    """Check that carrier="c10d" over gloo, with many buckets, gives the same bits."""
     gloo = dist.new_group(backend="gloo")
     want = train(method.hooked(**options)[0], range(5))
     wrapper = {"bucket_cap_mb": 0.001, "process_group": gloo}
@@ -77,7 +78,7 @@ def carried_by_torch(method: Method, **options: Any) -> None:
 
 
 def resumed(method: Method, end: int, **options: Any) -> None:
-    """Training from step 4 to `end` goes on to the same bits, in all ways to save."""
+    """Check that training resumes at step 4 with the same bits, for every form of checkpoint."""
     for form in ("torch", "in place", "dcp"):
         with folder_of_all() as folder:
             file = f"{folder}/{RANK}.pt"
@@ -120,7 +121,7 @@ def bad_gradients(method: Method) -> None:
 
 
 def bad_states(method: Method) -> None:
-    """Another hook's state; names of layers that nobody knows any more."""
+    """Check that another hook's state and unknown layer names are rejected."""
     model, state = method.hooked()
     train(model, range(2))
     other, name = ddp.QuantizedAllreduceState(), method.state.__name__
@@ -130,7 +131,7 @@ def bad_states(method: Method) -> None:
     )  # fmt: skip
     loss = loss_of(model, batch(RANK, 2))
     del ddp_models._known[model]
-    gc.freeze()  # hides the model from the search for it
+    gc.freeze()  # hides the model from the hook's search through the garbage collector
     fails(Exception, "settings and state are stored by layer", loss.backward)
 
     model = DistributedDataParallel(network())

@@ -1,4 +1,4 @@
-"""`python -m cgx_ops` with the arguments given here, as mpirun() of launch.py starts programs."""
+"""Run `python -m cgx_ops` with these arguments, for mpirun() of launch.py."""
 
 import sys
 

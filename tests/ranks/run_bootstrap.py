@@ -1,6 +1,6 @@
-"""A communicator of processes that know each other by a key-value store alone: no mpirun, no MPI.
+"""Create a communicator from a key-value store only, without mpirun and MPI.
 
-Arguments: a folder that serves as the store (a file is a value); the transport that is expected.
+Arguments: a folder that serves as the store (one file per value); the expected transport.
 """
 
 import os

@@ -1,7 +1,8 @@
-"""Rank program: a codec of unknown length (tests/cpp/pairs_codec.h), by every face.
+"""Rank program: test a codec of variable message length through every API.
 
-It sends what is at least a half in magnitude, exactly, and its place; config BITS selects it. So a
-sum is that of what each rank keeps, in rank order, and a residual is the rest of a rank's values.
+The codec (tests/cpp/pairs_codec.h) sends each value of magnitude 1/2 or more exactly, with its
+index; config BITS selects it. A sum therefore adds the values that each rank sends, in rank order.
+A rank's residual is the rest of its values.
 """
 
 from collections.abc import Iterable
@@ -37,12 +38,12 @@ def values(rank: int, numel: int, call: int = 0) -> Float32s:
 
 
 def kept(x: Float32s) -> Float32s:
-    """Return what is sent of one rank's values; few travel exact."""
+    """Return the values that a rank sends; the others become zero."""
     return np.where((np.abs(x) >= 0.5) | (x.size < 16), x, np.float32(0))
 
 
 def mean(xs: Iterable[Float32s]) -> Float32s:
-    """Return the exact mean: sums in rank order, in fp32."""
+    """Return the exact mean: sum in rank order, in fp32."""
     first, *others = xs
     total = first.copy()
     for x in others:
@@ -64,7 +65,7 @@ def by_numpy() -> None:
 
 
 def by_torch_operators() -> None:
-    """Eager, compiled, with feedback; carried by gloo."""
+    """Test the eager and compiled operators, with feedback, and over gloo."""
     options: dict[str, Any] = {"bits": BITS, "op": "avg", "rounding": "nearest"}
     reduce: Any = torch.ops.cgx.quantized_allreduce
 
@@ -108,7 +109,7 @@ def by_the_ddp_hook() -> None:
 
 
 def by_jax() -> None:
-    """psum_q by either carrier, and two steps of average_gradients with feedback."""
+    """Test psum_q with both carriers, and two steps of average_gradients with feedback."""
     mesh = mesh_of((SIZE,), ("d",))
     spread = NamedSharding(mesh, P("d"))
 

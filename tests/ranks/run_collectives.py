@@ -1,6 +1,6 @@
-"""Runs sets of collective_cases and prints a JSON list of digests for each set and rank.
+"""Run sets of collective_cases and print a JSON list of digests for each set and rank.
 
-Under mpirun on the world, or with --threads N on threads of this process.
+Runs under mpirun on the world, or with --threads N on threads of this process.
 """
 
 import argparse

@@ -1,7 +1,7 @@
-"""Program: digests of what this process's kernels make of every case of core/test_compressors.py.
+"""Print two digests for every case of core/test_compressors.py, computed by this process's kernels.
 
-It is run once for each CPU target, which is chosen once in a process. JSON: two digests a case, of
-the bytes and of what they decode to.
+The digests (JSON) are of the encoded bytes and of the decoded values. A process selects its kernels
+once, so the test starts this program once for each CPU target.
 """
 
 import json

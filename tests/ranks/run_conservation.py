@@ -1,8 +1,8 @@
-"""Error feedback by `hierarchical`, or by a carrier of torch: writes what each rank was left with.
+"""Write each rank's final state after error feedback with `hierarchical`, or with a torch carrier.
 
     mpirun -np 4 python run_conservation.py <folder> <binding> <algorithm>
 
-Each rank writes <folder>/<rank>.npz: by row of conservation.FED_BACK what conservation.run() gives.
+Each rank writes <folder>/<rank>.npz: the result of conservation.run() for each row of FED_BACK.
 """
 
 import sys
@@ -23,7 +23,9 @@ def main(folder: str, binding: str, algorithm: str) -> None:
     comm = cgx_ops.init()
     if binding == "torch c10d":
         import torch.distributed as dist
-        from support import torch_cases  # noqa: F401  cgx_ops.torch, which tells torch the ranks
+
+        # Imports cgx_ops.torch, which passes torch the ranks.
+        from support import torch_cases  # noqa: F401
 
         dist.init_process_group("gloo")
     found = {}

@@ -1,17 +1,17 @@
-"""A scenario of the core on a GPU, on each rank; the last line that it prints is JSON.
+"""Run a scenario of the core on a GPU, on each rank; the last line of the output is JSON.
 
-Arguments: the scenario (a function of this file or of cuda_failures.py). With
---threads N on N threads of this process instead of the ranks of mpirun: a line for each.
+Arguments: the scenario (a function of this file or of cuda_failures.py). With --threads N
+it runs on N threads of this process instead of the ranks of mpirun, and prints a line for each.
 
-    results    every case against cgx_run on the CPU, to the bit
-    codec      cgx_quantize, cgx_dequantize and cgx_sum_encoded, too
-    large      over 2^31 bytes, in place
-    streams    order on one stream and on several, and against other work
-    graphs     recorded once, replayed; or refused
-    mismatch   ranks that disagree
-    lost       a rank that is killed, or never calls
-    bad        calls that are refused, and leave the communicator whole
-    memory     no memory is left when the devices connect
+        results    every case against cgx_run on the CPU, bit for bit
+        codec      cgx_quantize, cgx_dequantize and cgx_sum_encoded against the CPU
+        large      more than 2^31 bytes, in place
+        streams    order on one stream, on several streams, and relative to other work
+        graphs     a CUDA graph is recorded once and replayed, or recording raises
+        mismatch   ranks whose calls differ
+        lost       a rank that is killed, or never calls
+        bad        invalid calls raise and leave the communicator usable
+        memory     no memory is free when the devices connect
 """
 
 import argparse
@@ -57,7 +57,7 @@ SETS = {**collective_cases.SETS, "by_size": BY_SIZE}
 
 
 def served(case: Case) -> bool:
-    """Return whether the GPU takes it: docs/explanation/gpu.md says what it does not."""
+    """Return whether the GPU supports this case (exceptions: docs/explanation/gpu.md)."""
     whole = case.rotation is not None or case.compressor in ("topk", "randk")
     return (
         case.algorithm not in ("ring", "hierarchical")
@@ -69,7 +69,7 @@ def served(case: Case) -> bool:
 
 
 def results(comm: Communicator, sets: list[str]) -> Finding:
-    """Compare with the CPU; each case's collectives of CPU and GPU take turns."""
+    """Compare with the CPU. For each case, CPU and GPU collectives alternate."""
     on_gpu = OnGpu(comm.id)
     cases = [case for name in sets for case in SETS[name] if served(case)]
     wrong = [
@@ -93,12 +93,12 @@ def results(comm: Communicator, sets: list[str]) -> Finding:
     return {"count": len(cases) + 2 * len(combinations), "wrong": wrong, "wire": wire}
 
 
-# Of a DDP bucket: numel, bits, bucket_size.
+# Layers of a DDP bucket: numel, bits, bucket_size.
 LAYERS = ((700, 4, 512), (9, 4, 512), (0, 4, 512), (100_003, 8, 64), (5000, 32, 1), (2048, 1, 128))
 
 
 def layers(comm: Communicator, dtype: str, options: dict[str, Any], where: str) -> list[bytes]:
-    """Reduce layers wherever they lie, with a seed and a residual for each; return all results."""
+    """Reduce layers with seeds and residuals in host or device memory; return all results."""
     random = np.random.default_rng(comm.rank)
     scalar = collective_cases.DTYPES[dtype]
     xs = [random.standard_normal(n).astype(scalar) for n, _, _ in LAYERS]
@@ -132,13 +132,13 @@ def layers(comm: Communicator, dtype: str, options: dict[str, Any], where: str) 
 
 
 def pointers(addresses: list[int], arrays: list[Any]) -> Any:
-    """Return the addresses for C; null for arrays without elements."""
+    """Return the addresses as a C array; null for arrays without elements."""
     named = zip(addresses, arrays, strict=True)
     return (c_void_p * len(arrays))(*(at if a.size else None for at, a in named))
 
 
 def codec(_comm: Communicator) -> Finding:
-    """Return what differs from the CPU's: messages, their values, and sums of three of them."""
+    """Return differences from the CPU's messages, decoded values and sums of three messages."""
     wrong = []
     cases = list(itertools.product(SIZES, BITS, DTYPES, ROUNDINGS))
     for size, bits, dtype, rounding in cases:
@@ -173,7 +173,7 @@ def codec(_comm: Communicator) -> Finding:
 
 
 class OnHost:
-    """What Values are on the GPU."""
+    """Host counterpart of Values, which live on the GPU."""
 
     def __init__(self, array: np.ndarray) -> None:
         self._array = array.copy()
@@ -184,7 +184,7 @@ class OnHost:
 
 
 def large(comm: Communicator) -> Finding:
-    """537 million fp32 values, in place."""
+    """Reduce 537 million fp32 values in place."""
     pattern = np.random.default_rng(comm.rank).standard_normal(2**20 + 7).astype(np.float32)
     x = np.resize(pattern, 2**29 + 1000)
     config = Config(bits=4, algorithm="sra")
@@ -199,13 +199,13 @@ LONG = 2_000_000_000  # cycles that keep the GPU busy: about a second
 
 
 def values(comm: Communicator, step: int) -> np.ndarray:
-    """Return what a rank gives in a step."""
+    """Return a rank's input for a step."""
     random = np.random.default_rng([comm.rank, step])
     return random.standard_normal(NUMEL).astype(np.float32)
 
 
 def streams(comm: Communicator) -> Finding:
-    """Return what went wrong, by name."""
+    """Return the names of the checks that failed."""
     wrong = []
     steps = range(6)
     wants = [comm.allreduce(2 * values(comm, step), config=CONFIG, seed=step) for step in steps]
@@ -215,13 +215,13 @@ def streams(comm: Communicator) -> Finding:
     torch.cuda.synchronize()
 
     def steps_on(step: int, busy: bool) -> torch.Tensor:
-        """Copy, double, reduce and add one: all on the current stream; return without waiting."""
+        """Copy, double, reduce and add one on the current stream; return without waiting."""
         if busy:
             torch.cuda._sleep(LONG)
         x = given[step].to("cuda", non_blocking=True) * 2
         result = torch.full_like(x, torch.nan)
         allreduce(comm, x, result, CONFIG, seed=step)
-        x.fill_(torch.nan)  # later than the collective reads it
+        x.fill_(torch.nan)  # overwrites the input on the stream after the collective
         return result + 1
 
     for name, stream in (
@@ -239,7 +239,7 @@ def streams(comm: Communicator) -> Finding:
             if differs(result, wants[0] + np.float32(1)):
                 wrong.append(name)
 
-    # On two streams in turns, each with work before: collectives run in the order of the calls.
+    # Alternate between two streams, each with work queued before: collectives run in call order.
     sides = [torch.cuda.Stream(), torch.cuda.Stream()]
     found = []
     for step in steps:
@@ -250,7 +250,7 @@ def streams(comm: Communicator) -> Finding:
             if differs(found[step], wants[step] + np.float32(1)):
                 wrong.append(f"two streams, step {step}")
 
-    # Several communicators of the same ranks at once, on a stream each.
+    # Use several communicators of the same ranks at the same time, each on its own stream.
     copies = [comm.split(0, name=f"copy {i}") for i in range(3)]
     found = []
     for step, copy in enumerate(copies):
@@ -270,7 +270,7 @@ def streams(comm: Communicator) -> Finding:
 
 
 def graphs(comm: Communicator) -> Finding:
-    """Return the error where recording is refused, else what went wrong in replays."""
+    """Return the error if recording raises, else the failures during replays."""
     seeds = torch.zeros(1, dtype=torch.int64, device="cuda")
     x, y = torch.zeros(NUMEL, device="cuda"), torch.zeros(NUMEL, device="cuda")
     allreduce(comm, x, y, CONFIG)  # connects
@@ -295,7 +295,7 @@ def replays(
     z: torch.Tensor,
     seeds: torch.Tensor,
 ) -> list[str]:
-    """Replay with new inputs and seeds, and calls that no graph holds in between."""
+    """Replay with new inputs and seeds, and make unrecorded calls in between."""
     wrong = []
     for step in range(5):
         given = values(comm, step)

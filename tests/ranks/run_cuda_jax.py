@@ -2,9 +2,9 @@
 
     run_cuda_jax.py [--on-cpu LIBRARY] CASE...
 
-By mpirun each process has one device. With --on-cpu there is no GPU: XLA:CPU runs the CUDA
-lowerings and handlers, and the core runs on the CPU. LIBRARY is tests/cpp/cuda_handlers_on_cpu.cc,
-compiled and in LD_PRELOAD; a process alone has four devices then.
+Under mpirun each process has one device. With --on-cpu there is no GPU: XLA:CPU runs the CUDA
+lowerings and handlers, and the core runs on the CPU. LIBRARY is the compiled
+tests/cpp/cuda_handlers_on_cpu.cc, in LD_PRELOAD. A single process then has four devices.
 """
 
 import ctypes
@@ -52,9 +52,9 @@ from cgx_ops.jax._src.runtime import handlers
 ON_CPU = sys.argv[1] == "--on-cpu"
 CASES = sys.argv[3 if ON_CPU else 1 :]
 LIBRARY: Any = ctypes.CDLL(sys.argv[2]) if ON_CPU else None
-# What JAX raises at a launch; the latter where the program has been called before.
+# The errors that JAX raises at a launch; the second one if the program has run before.
 LAUNCH_ERRORS = (jax.errors.JaxRuntimeError, ValueError)
-# The deadline in the case "late"; also of what comes before, the start of the GPU among it.
+# Deadline of the case "late". It also covers everything before, such as the start of the GPU.
 LATE_S = 20
 RANKS = 4 if ON_CPU and PROCESSES == 1 else PROCESSES
 
@@ -68,13 +68,13 @@ def address(capsule: Any) -> ctypes.c_void_p:
 
 
 def register_for_cpu() -> tuple[str, ...]:
-    """Do what _register_cuda does, with XLA:CPU for the GPU and its devices for GPUs."""
+    """Do the work of _register_cuda with XLA:CPU in place of the GPU."""
     binding = handlers._binding()
-    # As DeviceOrdinal, XLA:CPU gives the id.
+    # XLA:CPU passes the device id as the DeviceOrdinal.
     binding.set_cuda_devices({device.id: device.id for device in jax.local_devices()})
     jax.ffi.register_ffi_type("cuda_site_on_cpu", binding.cuda_site_type())
     table = binding.cuda_handlers()
-    stages = table["cgx_psum_q"]  # all collectives' one
+    stages = table["cgx_psum_q"]  # all collectives share this handler
     LIBRARY.set_handlers(address(stages["execute"]), address(table["cgx_allreduce_q"]))
     stages["execute"] = jax.ffi.pycapsule(LIBRARY.collective_execute)
     table["cgx_allreduce_q"] = jax.ffi.pycapsule(LIBRARY.allreduce_q)
@@ -88,11 +88,11 @@ def use_cuda_handlers() -> None:
     mlir.register_lowering(overlap.gate_p, mlir.lower_fun(overlap.pass_on), platform="cpu")
 
 
-# ---- cases for both ------------------------------------------------------------------------------
+# ---- cases with and without a GPU ----------------------------------------------------------------
 
 
 def on_ranks(body: Callable[..., Any], *operands: Any, devices: Any = None) -> list[Any]:
-    """Return what body gives on this process's devices, each with the rank that it is."""
+    """Return body's results on this process's devices, each with its rank."""
     mesh = mesh_of((RANKS,), ("d",), devices)
     step = on_mesh(mesh, body)
     results = step.jitted(*step.spread(operands))
@@ -121,7 +121,7 @@ def values() -> None:
 
 
 def keys() -> None:
-    """Two leaves, so that their seeds are put together; and each rank has a key of its own."""
+    """Sum two leaves, whose seeds are concatenated; each rank has its own key."""
     x, y = normal(2, RANKS, 3000), normal(3, RANKS, 700)
     own = [jax.random.key(rank) for rank in range(RANKS)]
     raw = np.stack([np.asarray(jax.random.key_data(key)) for key in own])
@@ -149,7 +149,7 @@ def halves() -> None:
 
 
 def examples() -> None:
-    """vmap, with a seed for each example, in a loop."""
+    """Test vmap with a seed for each example, in a loop."""
     x = normal(7, RANKS, 2, 3, 700)
     key = jax.random.key(8)
     keys = jax.random.split(key, 3)
@@ -171,7 +171,7 @@ def examples() -> None:
 
 
 def residuals() -> None:
-    """What compression has lost is added, and what it loses comes back."""
+    """Check that the residual is added to the input, and the new residual is returned."""
     x, old = normal(9, RANKS, 3000), normal(13, RANKS, 3000)
     new = old.copy()
     sums = expected(x, residuals=list(new))
@@ -183,7 +183,7 @@ def residuals() -> None:
 
 
 def permuted() -> None:
-    """Ranks are the mesh's places, whichever devices are there."""
+    """Check that ranks follow the order of the mesh, not that of the devices."""
     x = normal(10, RANKS, RANKS, 600)
     devices = list(reversed(jax.devices()))[:RANKS]
     blocks = scatter_expected(x)
@@ -191,7 +191,7 @@ def permuted() -> None:
 
 
 def in_order() -> None:
-    """allreduce_q among processes: two in a program, and from launch to launch."""
+    """Test allreduce_q among processes: two calls in a program, and several launches."""
     x = normal(11, RANKS, 2, 3000)
     key = jax.random.key(12)
     mine = x[jax.process_index()]
@@ -207,7 +207,7 @@ def in_order() -> None:
 
 
 def failure() -> None:
-    """One device's error is all devices', at once; then a new communicator works."""
+    """Check that an error of one device fails all immediately; a new communicator works."""
     x = normal(13, RANKS, 3000)
     step = on_mesh(mesh_of((RANKS,), ("d",)), lambda v: psum_q(v, "d", config=SRA))
     for times in (1, RANKS):
@@ -245,7 +245,7 @@ def mean_of(bits: int, algorithm: Any) -> Callable[[jax.Array], jax.Array]:
 
 
 def trees() -> None:
-    """A message for each dtype, rules, and small leaves, which are exact."""
+    """Test one message per dtype, rules, and small leaves, which are exact."""
     x, y, bias = normal(14, RANKS, 700), normal(15, RANKS, 600), normal(16, RANKS, 5)
 
     def body(v: jax.Array, w: jax.Array, b: jax.Array) -> jax.Array:
@@ -273,7 +273,7 @@ def gradients() -> None:
 
 
 def two_programs() -> None:
-    """In turns, without waiting for one another."""
+    """Alternate between two programs without waiting for results."""
     mesh, inputs = mesh_of((RANKS,), ("d",)), [normal(18, RANKS, 3000), normal(19, RANKS, 40000)]
     step = on_mesh(mesh, lambda v: psum_q(v, "d", config=SRA))
     operands = [step.spread([x]) for x in inputs]
@@ -292,14 +292,14 @@ def independent_calls() -> None:
 
 
 def alone() -> None:
-    """A group of one."""
+    """Test a group of one rank."""
     x = normal(20, 1, 3000)
     check(on_ranks(lambda v: psum_q(v, "d"), x), list(x))
     assert same_bits(allreduce_q(x[0]), x[0])
 
 
 def raises_soon(step: Callable[[], jax.Array]) -> str:
-    """Return the error of the call after the one that fails, whose results are NaN."""
+    """Return the error of the call after the failed one, whose results are NaN."""
     for _ in range(3):
         try:
             values = np.asarray(step().addressable_shards[0].data)
@@ -354,7 +354,8 @@ CHECKS = [
 def main() -> None:
     if "late" in CASES:
         os.environ["CGX_TIMEOUT"] = str(LATE_S)
-    if "mismatch" in CASES:  # XLA's processes would wait for each other's tuning of other programs
+    # XLA's processes would otherwise wait for each other's autotuning of other programs
+    if "mismatch" in CASES:
         os.environ["XLA_FLAGS"] = "--xla_gpu_shard_autotuning=false"
     if ON_CPU:
         use_cpu_devices(RANKS // PROCESSES)

@@ -2,8 +2,8 @@
 
     run_cuda_torch.py CASE ...
 
-Results are compared to the bit: with the CPU's for the same call, seeds and group, or the oracle's.
-Gradients are those of models without sums, which the CPU and the GPU compute alike.
+Results are compared bit for bit: with the CPU's for the same call, seeds and group, or with the
+oracle's. Gradients come from models without sums, so that CPU and GPU compute the same bits.
 """
 
 import datetime
@@ -35,7 +35,7 @@ from cgx_ops import Config
 from cgx_ops.torch import BackendOptions, compressed, ddp, fsdp
 from cgx_ops.torch.backend import process_group
 
-dist: Any = torch.distributed  # its annotations are those of its own internals
+dist: Any = torch.distributed  # its annotations refer to torch internals
 NEAREST = Config(bits=4, bucket_size=64, rounding="nearest", error_feedback=False)
 NUMEL = 300_000
 BUSY = 200_000_000  # cycles that keep the GPU busy: about a tenth of a second
@@ -46,7 +46,9 @@ def allreduce(x: torch.Tensor, bits: int = 4, op: str = "sum", **options: Any) -
     return tc.allreduce(x, bits, 64, op, options.pop("group_name", WORLD), **tc.keywords(**options))
 
 
-def everybodys(n: int, numel: int, dtype: torch.dtype = torch.float32, call: int = 0) -> list[Any]:
+def inputs_of_ranks(
+    n: int, numel: int, dtype: torch.dtype = torch.float32, call: int = 0
+) -> list[Any]:
     return [tc.values(rank, numel, dtype, call) for rank in range(n)]
 
 
@@ -56,7 +58,7 @@ def same(got: torch.Tensor, want: torch.Tensor, what: object = "") -> None:
 
 
 def as_on_the_cpu(call: Callable[[torch.Tensor], Any], x: torch.Tensor, what: object = "") -> None:
-    """Make a call with CPU and CUDA tensors in turns, with equal seeds; compare the results."""
+    """Call with CPU and CUDA tensors alternately, with equal seeds, and compare the results."""
     torch.manual_seed(100 + dist.get_rank())
     want = call(x)
     torch.manual_seed(100 + dist.get_rank())
@@ -68,7 +70,7 @@ def as_on_the_cpu(call: Callable[[torch.Tensor], Any], x: torch.Tensor, what: ob
 
 
 def late(x: torch.Tensor) -> torch.Tensor:
-    """Return a copy of a CPU tensor that the current stream will hold, some time from now."""
+    """Return a CUDA copy of a CPU tensor that is ready only after a delay on the current stream."""
     torch.cuda._sleep(BUSY)
     return x.pin_memory().to("cuda", non_blocking=True)
 
@@ -155,7 +157,7 @@ def operators(r: int, n: int) -> None:
 
 
 def streams(r: int, n: int) -> None:
-    """A call comes after what was on the current stream before, and before what comes then."""
+    """Check that a call runs after earlier work of the current stream, and before later work."""
     given = tc.values(r, NUMEL)
     want = allreduce(2 * given, rounding="nearest")
     for stream in (torch.cuda.default_stream(), torch.cuda.Stream(), torch.cuda.Stream()):
@@ -170,9 +172,9 @@ def streams(r: int, n: int) -> None:
 
 
 def works(r: int, n: int) -> None:
-    """Asynchronous calls: streams wait, the host does not; memory is left alone until then."""
+    """Test asynchronous calls: streams wait, the host does not, memory is not reused too early."""
     given = tc.values(r, NUMEL)
-    want = tc.expected(everybodys(n, NUMEL), 32, algorithm="auto")
+    want = tc.expected(inputs_of_ranks(n, NUMEL), 32, algorithm="auto")
 
     x = late(given)
     work = dist.all_reduce(x, async_op=True)
@@ -187,7 +189,7 @@ def works(r: int, n: int) -> None:
     future = dist.all_reduce(x, async_op=True).get_future().then(lambda f: f.value()[0] + 1)
     same(future.wait() + 0, want + 1)
 
-    # Nobody waits for these, and their memory goes back at once.
+    # Results without a wait: their memory is released immediately.
     for _ in range(5):
         dist.all_reduce(late(given), async_op=True)
     x = late(given)
@@ -201,7 +203,7 @@ def works(r: int, n: int) -> None:
     alone.synchronize()
     same(y, want)
 
-    # As compiled code calls it, and waits on another stream.
+    # Compiled code calls it this way, and waits on another stream.
     options = (None, tc.packed(Config(4, 64, "nearest")), WORLD)
     x = late(given)
     y = torch.ops.cgx.quantized_all_reduce_start(x, *options)
@@ -213,7 +215,7 @@ def works(r: int, n: int) -> None:
 
 
 def recorded(r: int, n: int) -> None:
-    """A recorded graph reduces what is in its memory when it is replayed."""
+    """Check that a replayed CUDA graph reduces the current contents of its memory."""
     x = torch.zeros(NUMEL, device="cuda")
     seed = torch.zeros((), dtype=torch.int64, device="cuda")
     options: Any = (tc.packed(Config(4, 64)), WORLD)
@@ -237,13 +239,17 @@ def recorded(r: int, n: int) -> None:
         same(nearest, want, step)
         then = torch.ops.cgx.quantized_all_reduce(want, torch.tensor(step), *options)
         same(in_turn, then, step)
-        same(summed, tc.expected(everybodys(n, NUMEL, call=step % 2), 32, algorithm="auto"), step)
+        same(
+            summed,
+            tc.expected(inputs_of_ranks(n, NUMEL, call=step % 2), 32, algorithm="auto"),
+            step,
+        )
         noises.append(drawn.clone())
         as_on_the_cpu(allreduce, given, "between replays")
-    assert not tc.same_bits(noises[0], noises[2]), "replays draw noise of their own"
+    assert not tc.same_bits(noises[0], noises[2]), "each replay must draw new noise"
 
 
-def not_recorded(r: int, n: int) -> None:
+def recording_refused(r: int, n: int) -> None:
     x = torch.ones(NUMEL, device="cuda")
     allreduce(x)
     torch.cuda.synchronize()
@@ -292,7 +298,7 @@ def compiled_and_recorded(r: int, n: int) -> None:
         torch.compiler.cudagraph_mark_step_begin()
         noises.append(function(torch.ones_like(x).cuda() * 0.3, "stochastic").clone())
     assert counters["inductor"]["cudagraph_skips"] == 0, counters["inductor"]
-    assert not tc.same_bits(noises[-1], noises[-2]), "replays draw noise of their own"
+    assert not tc.same_bits(noises[-1], noises[-2]), "each replay must draw new noise"
 
 
 # ---- The backend ---------------------------------------------------------------------------------
@@ -302,7 +308,7 @@ def backend_calls(r: int, n: int) -> None:
     ops = ["SUM", "AVG", "MIN", "MAX", "PRODUCT"]
     for name, op, asynchronous in itertools.product(DTYPES, ops, (False, True)):
         for numel in (0, 1, 513, 70_003):
-            mine = everybodys(n, numel, getattr(torch, name))
+            mine = inputs_of_ranks(n, numel, getattr(torch, name))
             x = mine[r].cuda()
             work = dist.all_reduce(x, getattr(dist.ReduceOp, op), async_op=asynchronous)
             if asynchronous:
@@ -313,8 +319,9 @@ def backend_calls(r: int, n: int) -> None:
     with _coalescing_manager():
         dist.all_reduce(a)
         dist.all_reduce(b)
-    want = n * tc.expected(everybodys(n, 1000), 32, algorithm="auto")
-    torch.testing.assert_close(a.cpu(), want)  # n equal values are added one by one
+    want = n * tc.expected(inputs_of_ranks(n, 1000), 32, algorithm="auto")
+    # n equal values are added one by one, so rounding errors occur
+    torch.testing.assert_close(a.cpu(), want)
     pair = dist.new_group([0, 1])
     if r < 2:
         x, y = tc.values(r, 1000).cuda(), tc.values(r, 1000)
@@ -324,8 +331,8 @@ def backend_calls(r: int, n: int) -> None:
         dist.destroy_process_group(pair)
 
 
-def what_is_compressed(r: int, n: int) -> None:
-    mine = everybodys(n, 5000)
+def compressed_operations(r: int, n: int) -> None:
+    mine = inputs_of_ranks(n, 5000)
     for asynchronous in (False, True):
         x = mine[r].cuda()
         with compressed(NEAREST):
@@ -339,7 +346,7 @@ def what_is_compressed(r: int, n: int) -> None:
 
 
 class Scale(nn.Module):
-    """The gradients are the inputs."""
+    """Module whose gradients are its inputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -372,7 +379,8 @@ def data_parallel(r: int, n: int) -> None:
         ("the backend's own hook", compressing, lambda _: None, 4),
         ("exact", None, lambda _: None, 32),
     ):
-        # What is checked and broadcast at the start is not the core's, and gloo has no such calls.
+        # DDP's checks and broadcasts at start-up do not use the core, and gloo lacks these calls on
+        # CUDA.
         model = DistributedDataParallel(Scale().cuda(), process_group=group, init_sync=False)
         prepare(model)
         for call in range(3):
@@ -384,7 +392,7 @@ def data_parallel(r: int, n: int) -> None:
 
 
 def sharded(r: int, n: int) -> None:
-    """FSDP2 on the GPU does what it does on the CPU."""
+    """Check that FSDP2 on the GPU gives the CPU's results."""
     found: dict[str, list[torch.Tensor]] = {}
     for device in ("cpu", "cuda"):
         model: Any = Scale().to(device)
@@ -405,14 +413,14 @@ def sharded(r: int, n: int) -> None:
 
 
 def fails_on_all(group: Any, numel: int) -> str:
-    """Call on a group that is about to fail: the result is NaN; return what the next call says."""
+    """Call on a group that is about to fail; check for NaN and return the next call's error."""
     x = torch.ones(numel, device="cuda")
     dist.all_reduce(x, group=group)
     torch.cuda.synchronize()
     assert torch.isnan(x).all()
     with pytest.raises(dist.DistBackendError, match="closed for GPUs") as raised:
         dist.all_reduce(x, group=group)
-    work = dist.all_reduce(torch.ones(9, device="cuda"), async_op=True)  # another group's
+    work = dist.all_reduce(torch.ones(9, device="cuda"), async_op=True)  # on another group
     work.wait()
     return str(raised.value)
 
@@ -439,7 +447,7 @@ def mismatch(r: int, n: int) -> None:
 
 
 def share_the_gpu() -> None:
-    """Have gloo move what is not the core's: NCCL refuses ranks that share a GPU."""
+    """Use gloo for everything outside the core: NCCL rejects ranks that share a GPU."""
     dist.is_nccl_available = lambda: False
     make = process_group._inner
 
@@ -460,11 +468,11 @@ CHECKS: list[Callable[[int, int], None]] = [
     streams,
     works,
     recorded,
-    not_recorded,
+    recording_refused,
     compiled,
     compiled_and_recorded,
     backend_calls,
-    what_is_compressed,
+    compressed_operations,
     data_parallel,
     sharded,
     late_rank,

@@ -1,4 +1,4 @@
-"""Ranks that end with collectives in flight, which rank 0 waits for later.
+"""Ranks that exit with collectives in flight, for which rank 0 waits later.
 
 run_exit.py numpy|backend|operators
 """
@@ -15,7 +15,7 @@ COUNT, NUMEL = 10, 1_000_000
 
 def wait_on_rank_0(rank: int, waits: list) -> None:  # type: ignore[type-arg]
     if rank == 0:
-        time.sleep(0.3)  # the others are at their end
+        time.sleep(0.3)  # the other ranks are about to exit
         for wait in waits:
             wait()
         print("right")

@@ -1,6 +1,6 @@
-"""What a rank that dies, or never calls, does to the others: prints the error and when it came.
+"""Print the error that the other ranks get, and its delay, if a rank dies or never calls.
 
-Arguments: how the last rank fails ("kill" or "absent"), the deadline in seconds.
+Arguments: how the last rank fails ("kill" or "absent"); the deadline in seconds.
 """
 
 import os
@@ -21,7 +21,7 @@ config = Config(bits=4)
 world.allreduce(x, config=config, name="warm-up")
 last = world.rank == world.size - 1
 if last and how == "kill":
-    # In the middle: its peers have its header and some of its values.
+    # Fail in the middle: the peers have received the header and some of the values.
     threading.Timer(0.02, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
     while True:
         world.allreduce(x, config=config, name="fatal")

@@ -1,4 +1,4 @@
-"""Forked children that exit, compute or call a communicator disturb nobody."""
+"""Check that forked children may exit, compute or call a communicator without harming it."""
 
 import os
 import traceback
@@ -12,7 +12,7 @@ from cgx_ops import Closed
 world = cgx_ops.init()
 x = np.ones(100_000, np.float32)
 world.allreduce(x)
-# In flight while children are made: the other ranks start it after that.
+# In flight while children are forked: the other ranks start it later.
 started = world.allreduce_async(x, name="across") if world.rank == 0 else None
 encoded = cgx_ops.quantize(x, bits=4, seed=1)
 
@@ -22,14 +22,14 @@ def leave() -> None:
 
 
 def compute() -> None:
-    """The codec is arithmetic on arguments: a child has it whatever its parent did."""
+    """Use the codec, which works in a child because it has no state."""
     assert cgx_ops.quantize(x, bits=4, seed=1) == encoded
     assert (cgx_ops.dequantize(encoded, x.size, bits=4) == 1).all()
     os._exit(7)
 
 
 def wait() -> None:
-    """The parent's collective: nothing here brings it on."""
+    """Wait for the parent's collective, which the child cannot advance."""
     if started:
         assert started.done()
         started.wait()

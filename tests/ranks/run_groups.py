@@ -1,4 +1,4 @@
-"""Communicators by color and from lists of ranks, made in different orders, nested, closed."""
+"""Create communicators by color and from lists of ranks, in different orders; close them."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -22,7 +22,7 @@ assert total(half) == sum(r for r in range(size) if r % 2 == rank % 2)
 
 assert (world.split(None if rank == 0 else 1, name="without 0") is None) == (rank == 0)
 
-# Overlapping groups, each made by its members only.
+# Overlapping groups, each created by its members only.
 pairs = {f"pair {r}": [r, r + 1] for r in range(size - 1)}
 mine = [name for name, ranks in pairs.items() if rank in ranks]
 comms = {name: world.group(pairs[name], name=name) for name in mine}
@@ -34,10 +34,10 @@ nested = half.split(0, name="nested")
 assert nested is not None and total(nested) == total(half)
 for comm in (nested, half, *comms.values()):
     comm.close()
-# A name is free again once its communicator is closed.
+# A name can be reused after its communicator is closed.
 again = world.split(0, name="half")
 assert again is not None and total(again) == sum(range(size))
-# Threads that make groups of the same ranks side by side.
+# Threads create groups of the same ranks at the same time.
 for repeat in range(10):
     names = [f"side by side {repeat} {i}" for i in range(3)]
     with ThreadPoolExecutor() as pool:

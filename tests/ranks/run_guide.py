@@ -1,6 +1,6 @@
-"""Rank program: run the Python blocks of a guide that use cgx_ops, each in a namespace of its own.
+"""Rank program: run a guide's Python blocks that use cgx_ops, each in a separate namespace.
 
-run_guide.py PAGE FOLDER: what stands for the reader's own program is in _readers_program().
+Usage: run_guide.py PAGE FOLDER. _readers_program() replaces the reader's own program.
 """
 
 import re
@@ -37,7 +37,7 @@ def _train(model: nn.Module, batches: Any, optimizer: torch.optim.Optimizer | No
 
 
 def _readers_program(folder: Path) -> dict[str, Any]:
-    """Return the names that guides use and do not define."""
+    """Return the names that guides use without defining them."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))
     batches = [(torch.randn(8, 64), torch.randint(10, (8,))) for _ in range(8)]

@@ -1,11 +1,11 @@
-"""Collectives on several hosts. Prints one JSON object for each rank.
+"""Run collectives on several hosts. Each rank prints one JSON object.
 
-    transport   the communicator's
-    host        this rank's, and how many there are
+        transport   the communicator's transport
+        host        this rank's host index, and the number of hosts
     results     digests of cases of collective_cases.HIERARCHICAL
-    residuals   digests of a result and of what was lost of this rank's values
+        residuals   digests of a result and of this rank's residual
 
-Arguments: what `auto` is there for a large message; "all" cases, or a "sample" of them.
+Arguments: the algorithm that `auto` selects for a large message; "all" cases, or a "sample".
 """
 
 import json
@@ -27,7 +27,7 @@ HEADER = 200  # docs/reference/control_messages.md
 
 
 def check_plan(comm: Communicator, picked: str) -> None:
-    """Check that cgx_plan tells what a call sends, and the algorithm."""
+    """Check that cgx_plan returns the number of bytes that a call sends, and the algorithm."""
     exact = Config(bits=32)
     for config, dtype in (
         (Config(), "float32"),
@@ -49,19 +49,19 @@ def check_plan(comm: Communicator, picked: str) -> None:
 
 
 def check_disagreement(comm: Communicator) -> None:
-    """Check that ranks which differ in intra_bits get one error, and go on."""
+    """Check that ranks with different intra_bits get the same error and can continue."""
     x = np.ones(100_003, np.float32)
     try:
         comm.allreduce(x, config=Config(intra_bits=8 if comm.rank else None))
     except MismatchError as error:
         assert "intra_bits None against 8" in str(error), error
     else:
-        raise AssertionError("ranks that disagree were not told")
+        raise AssertionError("no error for different intra_bits")
     assert (comm.allreduce(x, config=Config(bits=32)) == comm.size).all()
 
 
 def residuals(comm: Communicator, op: str, intra_bits: int) -> list[str]:
-    """Return digests of an average of 5,000 values and of what was lost of this rank's."""
+    """Return digests of an average of 5,000 values and of this rank's residual."""
     x = np.random.default_rng(comm.rank).standard_normal(5000).astype(np.float32)
     result = np.empty_like(x)
     lost = np.random.default_rng(100 + comm.rank).standard_normal(5000).astype(np.float32) / 8

@@ -1,7 +1,7 @@
-"""Collectives on the hosts of benchmarks/hosts.py: each rank prints what it is and what it got.
+"""Run collectives on the hosts of benchmarks/hosts.py.
 
-One line of JSON: host, transport, files that ranks left in this host's /dev/shm, and the digests of
-the cases.
+Each rank prints one line of JSON: host, transport, the files that ranks left in this host's
+/dev/shm, and the digests of the cases.
 """
 
 import json
@@ -23,7 +23,7 @@ CASES = [
 
 
 def main() -> None:
-    """Leave a file, then run the cases: after a collective all ranks have left theirs."""
+    """Leave a file, then run the cases. After a collective all ranks have left their files."""
     world = cgx_ops.init()
     Path(f"/dev/shm/rank-{world.rank}").touch()
     digests = [collective_cases.run(case, world) for case in CASES]

@@ -1,4 +1,4 @@
-"""Steps of several CPU devices of one process, all launched before the first wait.
+"""Run steps of several CPU devices of one process, all launched before the first wait.
 
 run_jax_ahead.py DEVICES STEPS ours|mixed|twice|jit
 """
@@ -20,7 +20,7 @@ import cgx_ops.jax as cgx  # noqa: E402
 
 mesh = jax.make_mesh((DEVICES,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
 x = np.random.default_rng(0).normal(size=(64, 64)).astype(np.float32)
-# What other collective stands beside that of the gradients.
+# The other collective that runs beside the gradients' one.
 BESIDE: dict[str, Callable[[Any], Any]] = {
     "ours": lambda g: jnp.zeros(()),
     "mixed": lambda g: lax.pmean(g.sum(), "data"),

@@ -1,8 +1,8 @@
-"""Rank program: allreduce_q among processes, of which each has a JAX and a device of its own.
+"""Rank program: allreduce_q among processes, each of which has its own JAX and one device.
 
     run_jax_allreduce.py CHECK... | cached FOLDER
 
-A check that is about an error prints it.
+A check of an error prints the error.
 """
 
 import functools
@@ -29,7 +29,7 @@ from cgx_ops.jax import allreduce_q
 WORLD = cgx_ops.init()
 RANK, SIZE = WORLD.rank, WORLD.size
 X = normal(5, SIZE, 4, 3000)
-AUTO: dict[str, Any] = {"algorithm": "auto"}  # the oracle's too
+AUTO: dict[str, Any] = {"algorithm": "auto"}  # also used for the oracle
 reduce = functools.partial(allreduce_q, config=SRA)
 
 
@@ -40,7 +40,7 @@ def same_on_all_ranks(data: bytes) -> bool:
 
 
 def values() -> None:
-    """All dtypes and sizes; a large one without noise, which takes the oracle long."""
+    """Test all dtypes and sizes; large ones without noise, because the oracle is slow."""
     sizes = (0, 1, 17, 511, 512, 513)
     for dtype, size in itertools.product((jnp.float32, jnp.float16, jnp.bfloat16), sizes):
         x, key = normal(size, SIZE, size, dtype=dtype), jax.random.key(size)
@@ -55,7 +55,7 @@ def values() -> None:
 
 
 def different_programs() -> None:
-    """Ranks make the same calls in a loop, from Python, or two in a launch."""
+    """Check that the same calls match from different programs: a loop, Python, two in a launch."""
     mine = jnp.asarray(X[RANK])
     if RANK == 0:
         rows = jax.jit(lambda x: lax.map(reduce, x))(mine)
@@ -68,7 +68,7 @@ def different_programs() -> None:
 
 
 def two_communicators() -> None:
-    """Halves of the world reduce in the same program as all of it."""
+    """Reduce over halves of the world and over all of it in one program."""
     half = WORLD.split(RANK % 2, name="halves")
     assert half is not None
     program = jax.jit(lambda x: (reduce(x[0]), reduce(x[1], half), reduce(x[2])))
@@ -78,7 +78,7 @@ def two_communicators() -> None:
 
 
 def threads_with_names() -> None:
-    """Threads dispatch in another order on every rank, what runs in background too."""
+    """Dispatch from threads in a different order on every rank, with background work."""
     x = normal(6, SIZE, 4, 1 << 18)
     results: list[Any] = [None] * 4
 
@@ -96,8 +96,8 @@ def threads_with_names() -> None:
         assert same_bits(result, -expected(-x[:, index])), index
 
 
-def among_other_ordered_effects() -> None:
-    """Between callbacks that are ordered too, in straight lines and in a loop."""
+def between_ordered_callbacks() -> None:
+    """Run between other ordered callbacks, in straight-line code and in a loop."""
     seen: list[float] = []
 
     def see(x: jax.Array) -> None:
@@ -119,15 +119,15 @@ def among_other_ordered_effects() -> None:
     assert seen == [X[RANK, 0, 0], *wanted[:, 0]]
 
 
-def one_program_for_all() -> None:
-    """Nothing of this process is in the program."""
+def same_program_on_all_ranks() -> None:
+    """Check that the lowered program contains nothing specific to this process."""
     text = jax.jit(lambda v: reduce(v) + reduce(v, bits=8)).lower(X[RANK]).as_text()
     assert text.count("@cgx_allreduce_q") == (2 if SIZE > 1 else 0)
     assert same_on_all_ranks(text.encode())
 
 
 def training() -> None:
-    """Weights stay equal to the bit over steps; Python's collectives run in between."""
+    """Check that weights stay bitwise equal over steps, with numpy collectives in between."""
     truth = normal(6, 64, 8)
 
     def loss(weights: jax.Array, batch: jax.Array) -> jax.Array:
@@ -163,7 +163,7 @@ def error_of(call: Any, *args: Any) -> str:
 
 
 def mismatch() -> None:
-    """The ranks disagree about bits: both are told, and go on."""
+    """Check that both ranks report mismatched bits and continue."""
     text = error_of(jax.jit(lambda v: reduce(v, bits=4 + RANK)), X[RANK])
     assert "FAILED_PRECONDITION" in text
     assert "bits" in text
@@ -171,14 +171,14 @@ def mismatch() -> None:
 
 
 def late() -> None:
-    """One rank never calls: the other is told within the deadline (CGX_TIMEOUT, 3 s here)."""
+    """Check that a rank gets an error within CGX_TIMEOUT (3 s here) if its peer never calls."""
     if RANK == 0:
         start = time.monotonic()
         text = error_of(jax.jit(reduce), X[RANK])
         assert "DEADLINE_EXCEEDED" in text
         assert "rank 1" in text
         assert time.monotonic() - start < 10
-        # This process goes on, alone.
+        # This process continues alone.
         assert float(jnp.arange(4.0).sum()) == 6
     else:
         time.sleep(6)
@@ -199,13 +199,13 @@ def cached() -> None:
 
 
 jax.config.update("jax_platforms", "cpu")
-jax.config.update("jax_num_cpu_devices", 4)  # so that XLA runs the programs of four threads at once
+jax.config.update("jax_num_cpu_devices", 4)  # lets XLA run four threads' programs concurrently
 if sys.argv[1] == "cached":
     cached()
 else:
     checks.run(
         checks.named(
             values, different_programs, two_communicators, threads_with_names,
-            among_other_ordered_effects, one_program_for_all, training, mismatch, late,
+            between_ordered_callbacks, same_program_on_all_ranks, training, mismatch, late,
         )
     )  # fmt: skip

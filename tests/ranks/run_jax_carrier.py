@@ -2,9 +2,9 @@
 
     run_jax_carrier.py <devices> <coordinator, or ""> <processes> CHECK...
 
-With a coordinator JAX starts by itself, as process RANK, and nothing of cgx's own may start: no
-communicator, no MPI. Without one the program runs under mpirun, and the native carrier must give
-the same bits.
+With a coordinator, JAX starts as process RANK, and nothing of cgx's own may start: no
+communicator, no MPI. Without one the program runs under mpirun, and the native carrier must
+give the same bits.
 """
 
 import os
@@ -38,13 +38,13 @@ CARRIERS: tuple[Carrier, ...] = ("xla",) if ALONE else ("xla", "native")
 
 
 def spread(mesh: Mesh, rows: Values) -> jax.Array:
-    """Return the operand of which the mesh's i-th device has the i-th row."""
+    """Return an operand whose i-th row is on the mesh's i-th device."""
     sharding = NamedSharding(mesh, P(mesh.axis_names))
     return jax.make_array_from_callback(rows.shape, sharding, lambda index: rows[index])
 
 
 def check(mesh: Mesh, axes: tuple[str, ...], groups: Sequence[Sequence[int]], case: Case) -> None:
-    """Require the wanted bits of all devices here. `groups`: places in the mesh."""
+    """Require the expected bits on all local devices. `groups`: positions in the mesh."""
     processes = [device.process_index for device in mesh.devices.flat]
     operands = [spread(mesh, rows) for rows in case.operands(mesh.size)]
     wanted = {group[0]: case.expected(group, processes, axes) for group in groups}
@@ -65,7 +65,7 @@ def check(mesh: Mesh, axes: tuple[str, ...], groups: Sequence[Sequence[int]], ca
 
 def one_axis() -> None:
     mesh = mesh_of((len(DEVICES),), ("d",))
-    for case in CASES[::2]:  # the others add nothing that depends on processes
+    for case in CASES[::2]:  # the other cases do not depend on processes
         check(mesh, ("d",), [range(mesh.size)], case)
 
 
@@ -83,15 +83,15 @@ def two_axes() -> None:
                 check(mesh, axes, groups.tolist(), case)
 
 
-def another_order() -> None:
-    """Devices of one process are no longer neighbours."""
+def permuted_mesh() -> None:
+    """Permute the mesh, so that devices of one process are not neighbours."""
     mesh = mesh_of((len(DEVICES),), ("d",), DEVICES[1::2] + DEVICES[0::2])
     for case in (Case(3000), Case(3000, keys="different")):
         check(mesh, ("d",), [range(mesh.size)], case)
 
 
 def many() -> None:
-    """Independent calls, between as many collectives of XLA's own."""
+    """Test independent calls between as many of XLA's own collectives."""
     mesh = mesh_of((len(DEVICES),), ("d",))
     cases = [Case(20000 + 512 * i) for i in range(16)]
 
@@ -108,8 +108,10 @@ def many() -> None:
             assert all(same_bits(shard.data[0], result) for shard in rows.addressable_shards)
 
 
-def nothing_of_mpi_s() -> None:
+def no_native_communicator() -> None:
     assert library.call_for_id("cgx_comm_next", -1) == -1, "a communicator was made"
 
 
-checks.run(checks.named(one_axis, two_axes, another_order, many, nothing_of_mpi_s), sys.argv[4:])
+checks.run(
+    checks.named(one_axis, two_axes, permuted_mesh, many, no_native_communicator), sys.argv[4:]
+)

@@ -1,8 +1,8 @@
-"""Rank program: the functions of compat.py about several processes.
+"""Rank program: the multi-process functions of compat.py.
 
     run_jax_compat.py ADDRESS
 
-Three processes, of which RANK 0 keeps the coordinator of initialize().
+Runs as three processes; RANK 0 runs the coordinator of initialize().
 """
 
 import os

@@ -1,7 +1,7 @@
 """Rank program: deep_gradient on two processes with two devices each.
 
-The devices of a process are an axis of their own, over which gradients are averaged exactly; each
-process has one v and u. One axis over all of them is refused.
+The devices of a process form one mesh axis, over which gradients are averaged exactly. Each process
+has one pair (v, u). One axis over all devices raises an error.
 """
 
 from typing import Any
@@ -28,7 +28,7 @@ assert [device.process_index for device in MESH.devices.flat] == [0, 0, 1, 1]
 
 
 def program_of(axes: Any, **options: Any) -> tuple[Any, Any]:
-    """Return a step, and the state that it begins with."""
+    """Return a step and its initial state."""
     optimizer = deep_gradient(axes, density=0.05, mesh=MESH, **options)
     specs = state_specs(optimizer, WEIGHTS, axes)
     shardings = jax.tree.map(lambda spec: NamedSharding(MESH, spec), specs)
@@ -47,14 +47,15 @@ def on_devices(rows: Any) -> jax.Array:
     return jax.make_array_from_callback(rows.shape, spread, lambda index: rows[index])
 
 
-def an_axis_of_each_process() -> None:
+def one_axis_per_process() -> None:
     step, state = program_of("hosts", dense_axis="devices")
     layer = reference.DeepGradient(2, WEIGHTS.size, momentum=0.9)
     for i, rows in enumerate(ROWS):
         mean, state = step(state, on_devices(rows))
         means = [(rows[n] + rows[n + 1]).ravel() / np.float32(2) for n in (0, 2)]
         want = layer.step(means, 0.05).reshape(SHAPE)
-        # XLA may round m u + g once: of u, then of v in every step; 1 / (1 - m) = 10.
+        # XLA may fuse m u + g into one rounding, for u and then for v in every step; 1 / (1 - m) =
+        # 10.
         off = 2 * 2.0**-24 * 10 * (i + 2) * np.abs(layer.v).max()
         for shard in mean.addressable_shards:
             assert np.abs(np.asarray(shard.data) - want).max() <= off, i
@@ -63,10 +64,10 @@ def an_axis_of_each_process() -> None:
             assert np.abs(v - layer.v[shard.index[0]].reshape(SHAPE)).max() <= off, i
 
 
-def one_axis_over_all() -> None:
+def single_axis_refused() -> None:
     together, first = program_of(("hosts", "devices"))
     words = "a group of the mesh has [2, 2] devices in its 2 processes. Make an axis"
     fails(NotImplementedError, words, lambda: together(first, on_devices(ROWS[0])))
 
 
-checks.run(checks.named(an_axis_of_each_process, one_axis_over_all))
+checks.run(checks.named(one_axis_per_process, single_axis_refused))

@@ -1,9 +1,9 @@
-"""Rank program: diloco on two processes: the bits, what runs beside it, and what goes wrong.
+"""Rank program: diloco on two processes: its results, its overlap with steps, and its failures.
 
     mpirun -np 2 python run_jax_diloco.py FILE CHECK...
-    mpirun -np 3 python run_jax_diloco.py FILE goes_on        # after is_saved
+        mpirun -np 3 python run_jax_diloco.py FILE restores_checkpoint    # after saves_checkpoint
 
-FILE has the last parameters of runs on two devices of one process, (2, numel).
+FILE has the last parameters of runs on two devices of one process, shape (2, numel).
 """
 
 import os
@@ -37,7 +37,7 @@ RUNS = {"plain": PLAIN, "streaming": STREAMING, "sparse": SPARSE}
 
 
 def made(**options: Any) -> Any:
-    """Return a loop, with parameters and state."""
+    """Return a loop, its parameters and its state."""
     loop = diloco("d", mesh=MESH, **loop_options(options))
     return loop, loop.replicate(weights()), loop.init(weights())
 
@@ -54,21 +54,22 @@ def same_bits_as_two_devices() -> None:
             assert np.array_equal(flat(params), np.load(FILE)[name]), (name, carrier)
 
 
-def steps_run_while_it_is_sent() -> None:
-    """Process 1 sends only after process 0's next steps have run, whose parameters are donated.
+def steps_overlap_with_sending() -> None:
+    """Check that process 0's next steps run before process 1 sends, with donated parameters.
 
-    If these waited for what process 0 has sent, process 1 would wait for the file until its end.
+    If these steps waited for the message of process 0, process 1 would wait for the file until its
+    deadline.
     """
     ran = FILE.with_name("ran")
     loop, params, state = made(sync_every=4, fragment_sync_delay=3, name="overlap")
     inner = jax.jit(cases.added, donate_argnums=0)
     for step in range(1, 9):
         params = inner(params, cases.spread_moves(MESH, step, SIZE))
-        # The first round compiles. Sent is after step 5, applied after step 8.
+        # The first round compiles. Fragments are sent after step 5 and applied after step 8.
         if step == 5 and RANK == 1:
             deadline = time.monotonic() + 25
             while not ran.exists():
-                assert time.monotonic() < deadline, "process 0's steps wait for what it has sent"
+                assert time.monotonic() < deadline, "process 0's steps wait for its message"
                 time.sleep(0.001)
         if step == 8 and RANK == 0:
             jax.block_until_ready(params)
@@ -77,10 +78,10 @@ def steps_run_while_it_is_sent() -> None:
             ran.touch()
         params, state = loop.outer(params, state)
     assert int(state.flight.fragment) == -1
-    is_equal_everywhere(state.outer_parameters)
+    check_equal_on_all(state.outer_parameters)
 
 
-def is_equal_everywhere(tree: Any) -> None:
+def check_equal_on_all(tree: Any) -> None:
     for leaf in jax.tree.leaves(tree):
         own = np.asarray(leaf.addressable_data(0)).ravel()
         low, high = (cgx_ops.allreduce(own, op, Config(bits=32)) for op in ("min", "max"))
@@ -113,14 +114,14 @@ def other_settings() -> None:
     trained(loop, MESH, (params, state), range(3))
 
 
-def a_synchronisation_fails() -> None:
-    """Process 1 sends something else under its name. All that there was stays; training goes on."""
+def failed_synchronization() -> None:
+    """Check that nothing changes and training continues if process 1 sends a mismatched message."""
     foreign = on_mesh(MESH, lambda v: psum_q(v, "d", name="failing/2")).jitted
     values = spread(MESH, normal(1, 2, 99), jax.P("d"))
     for delay in (0, 1):
         options = {**STREAMING, "fragment_sync_delay": delay, "name": "failing"}
         loop, params, state = made(**options)
-        sent, applied = 6 - delay, 6  # fragment 2, the first time
+        sent, applied = 6 - delay, 6  # fragment 2, for the first time
         failures = 0
         for step in range(1, 13):
             params = cases.moved(params, cases.spread_moves(MESH, step, SIZE))
@@ -142,11 +143,11 @@ def a_synchronisation_fails() -> None:
             assert all(map(np.array_equal, before, after))
         assert failures == 1
         assert int(state.step) == 12
-        is_equal_everywhere(state.outer_parameters)
+        check_equal_on_all(state.outer_parameters)
 
 
-def one_skips_alone() -> None:
-    """As where it was short of memory, and the other one has applied the average: it is told."""
+def skip_on_one_process() -> None:
+    """Check that skipping on one process only is reported (as after a lack of memory there)."""
     loop, params, state = made(**{**PLAIN, "sync_every": 1}, name="alone")
     params, state = trained(loop, MESH, (params, state), range(1))
     if RANK == 1:
@@ -161,12 +162,12 @@ def one_skips_alone() -> None:
 
 
 def parts_of(tree: Any) -> list[Any]:
-    """Return what this process has of arrays."""
+    """Return this process's shards of the arrays."""
     return [np.array(x.addressable_data(0)) for x in jax.tree.leaves(tree)]
 
 
-def is_saved() -> None:
-    """Consolidated, with fragment 2 in flight; beside it what is owed to the averages."""
+def saves_checkpoint() -> None:
+    """Save a consolidated checkpoint with fragment 2 in flight, and the residuals."""
     loop, params, state = made(**STREAMING, name="saved")
     params, state = trained(loop, MESH, (params, state), range(5))
     whole = jax.jit(
@@ -174,14 +175,14 @@ def is_saved() -> None:
         out_shardings=jax.NamedSharding(MESH, jax.P()),
     )
     saved = whole(params, state)
-    owed = jax.tree.map(lambda x: x.mean(0, np.float64), fetch(owed_of(params, state)))
-    for mean, one in zip(*map(jax.tree.leaves, (owed, fetch(owed_of(*saved)))), strict=True):
+    owed = jax.tree.map(lambda x: x.mean(0, np.float64), fetch(residuals_of(params, state)))
+    for mean, one in zip(*map(jax.tree.leaves, (owed, fetch(residuals_of(*saved)))), strict=True):
         assert np.abs(mean - one[0]).max() <= 2.0**-22 * np.abs(mean).max()
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(FILE.with_name("saved"), saved)
 
 
-def goes_on() -> None:
+def restores_checkpoint() -> None:
     loop, params, state = made(**STREAMING, name="saved")
     like = jax.eval_shape(lambda p, s: (consolidate_copies(p, 1), consolidate(s, 1)), params, state)
     everywhere = jax.NamedSharding(MESH, jax.P())
@@ -194,7 +195,7 @@ def goes_on() -> None:
         out_shardings=jax.tree.map(lambda spec: jax.NamedSharding(MESH, spec), specs),
     )(*saved)
     for one, all_of in zip(
-        *(jax.tree.leaves(fetch(owed_of(*x))) for x in (saved, (params, state))), strict=True
+        *(jax.tree.leaves(fetch(residuals_of(*x))) for x in (saved, (params, state))), strict=True
     ):
         assert all_of.shape[0] == SIZE
         assert (all_of == one).all()
@@ -202,36 +203,37 @@ def goes_on() -> None:
     assert int(state.flight.fragment) == 2
     before = parts_of(state.outer_parameters)
     params, state = trained(loop, MESH, (params, state), range(5, 14))
-    is_equal_everywhere(state.outer_parameters)
+    check_equal_on_all(state.outer_parameters)
     assert all(
         np.abs(a - b).max() > 0.01
         for a, b in zip(before, parts_of(state.outer_parameters), strict=True)
     )
 
 
-def owed_of(params: Any, state: Any) -> Any:
+def residuals_of(params: Any, state: Any) -> Any:
     return params, state.residual, state.flight.lost
 
 
-def a_process_is_lost() -> None:
-    """The other has what it had, and is told to begin again."""
+def lost_process() -> None:
+    """Check that a lost process leaves the other's parameters unchanged and asks for a restart."""
     loop, params, state = made(sync_every=1, name="lost")
     params, state = trained(loop, MESH, (params, state), range(2))
     before = parts_of((params, state))
     if RANK == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     words = "restart all processes from the last checkpoint"
-    for _ in range(2):  # by the loss, then by the connections that it has closed
+    for _ in range(2):  # the first error is the loss, the second the connections closed by it
         fails(jax.errors.JaxRuntimeError, words, lambda: loop.outer(params, state))
     assert all(map(np.array_equal, before, parts_of((params, state))))
     print("ok all", flush=True)
-    os._exit(0)  # JAX's own service would wait for the other
+    os._exit(0)  # JAX's own service would wait for the other process
 
 
 checks.run(
     checks.named(
-        same_bits_as_two_devices, steps_run_while_it_is_sent, other_settings,
-        a_synchronisation_fails, one_skips_alone, is_saved, goes_on, a_process_is_lost,
+        same_bits_as_two_devices, steps_overlap_with_sending, other_settings,
+        failed_synchronization, skip_on_one_process, saves_checkpoint, restores_checkpoint,
+        lost_process,
     ),
     sys.argv[2:],
 )  # fmt: skip

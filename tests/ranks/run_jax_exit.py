@@ -1,4 +1,4 @@
-"""Processes that end with steps in flight, which their peers need; process 0 alone waits for them.
+"""Processes that exit with steps in flight that their peers need; only process 0 waits for them.
 
 run_jax_exit.py global|local|allreduce_q|raises
 """
@@ -46,7 +46,7 @@ def trained() -> jax.Array:
 
 
 def main() -> None:
-    """Leave no result behind."""
+    """Exit without keeping a result."""
     w = trained()
     if RANK == 0:
         assert np.isfinite(np.asarray(w.addressable_data(0))).all()

@@ -1,10 +1,10 @@
-"""Rank program: programs that are exported, compiled ahead of time, and cached, run again later.
+"""Rank program: export programs, compile them ahead of time, cache them, and run them later.
 
     run_jax_export.py FOLDER DEVICES
 
-With DEVICES in each process. The first launch of all processes writes the programs to FOLDER; the
-second loads them, traces nothing before, and finds its compiled programs in the cache there. Prints
-the digests of what it lowered, and how many compiled programs came from the cache.
+DEVICES is the number in each process. The first run of all processes writes the programs to
+FOLDER. The second run loads them without tracing, and finds the compiled programs in the cache.
+Prints the digests of the lowered programs, and how many compiled programs came from the cache.
 """
 
 import hashlib
@@ -53,7 +53,7 @@ OPERAND = spread(MESH, X, P("d"))
 
 
 def sums(v: jax.Array, carrier: Carrier) -> jax.Array:
-    """Two calls, one of them in a loop, and a collective of XLA's."""
+    """Make two calls, one in a loop, and a collective of XLA's own."""
     twice = lax.fori_loop(
         0,
         2,
@@ -65,7 +65,7 @@ def sums(v: jax.Array, carrier: Carrier) -> jax.Array:
 
 
 def halves(v: jax.Array) -> jax.Array:
-    """The halves of a sum."""
+    """Return the two halves of a sum."""
     return all_gather_q(psum_scatter_q(v, "d", tiled=True), "d", tiled=True)
 
 
@@ -74,7 +74,7 @@ def halves_expected() -> Values:
     return gather_expected(np.stack(blocks)).reshape(-1)
 
 
-# What to write, and what it gives on every device.
+# The programs to write, and their results on every device.
 PROGRAMS = {
     "native": (lambda v: sums(v, "native"), expected(X)),
     "xla": (lambda v: sums(v, "xla"), expected(X)),
@@ -87,7 +87,7 @@ def exported_of(name: str) -> Path:
 
 
 def compiled_of(name: str) -> Path:
-    """An executable is of one process."""
+    """Return the file of a compiled program; executables are specific to a process."""
     return FOLDER / f"{name}.compiled.{jax.process_index()}"
 
 
@@ -103,7 +103,7 @@ if compiled_of("native").exists():
         check(name, jax.jit(exported.call))
         compiled = pickle.loads(compiled_of(name).read_bytes())
         check(name, serialize_executable.deserialize_and_load(*compiled))
-    events.clear()  # an exported program is another one, within its caller
+    events.clear()  # an exported program is compiled again within its caller
 for name, (body, _) in PROGRAMS.items():
     program = on_mesh(MESH, body).jitted
     lowered = program.lower(OPERAND)

@@ -1,9 +1,9 @@
-"""Rank program: what goes wrong on a mesh of processes, and what works afterwards.
+"""Rank program: failures on a mesh of processes, and recovery from them.
 
     run_jax_faults.py VICTIM CHECK...
 
-VICTIM is the process that does something wrong, or -1. Each of the others prints the error that it
-gets, naming the call site. Checks of which none loses a process may share a launch.
+VICTIM is the process that fails, or -1. Each of the others prints its error, which names the
+call site. Checks that lose no process may share a run.
 """
 
 import faulthandler
@@ -39,20 +39,20 @@ X = normal(1, DEVICES, 3000)
 
 
 def program(body: Callable[..., Any] | None = None, **knobs: Any) -> Callable[[], Any]:
-    """Return the launch of a program that sums over all devices."""
+    """Return a launcher of a program that sums over all devices."""
     step = on_mesh(MESH, body or (lambda v: psum_q(v, "d", config=SRA, **knobs))).jitted
     operand = spread(MESH, X, P("d"))
     return lambda: step(operand)
 
 
 def check_together() -> None:
-    """Require a sum over all processes."""
+    """Require a correct sum over all processes."""
     for shard in program(name="well")().addressable_shards:
         assert same_bits(shard.data[0], expected(X))
 
 
 def fails(launch: Callable[[], Any], *words: str) -> str:
-    """Require an error with these words, in time to be seen: XLA aborts some waits at 40 s."""
+    """Require an error with these words before 40 s, when XLA aborts some waits."""
     faulthandler.dump_traceback_later(30, exit=True)
     text = error_of(launch)
     faulthandler.cancel_dump_traceback_later()
@@ -62,17 +62,17 @@ def fails(launch: Callable[[], Any], *words: str) -> str:
     return text
 
 
-# ---- ranks that disagree: all are told, and go on ------------------------------------------------
+# ---- mismatched ranks: all get an error and continue ---------------------------------------------
 
 
-def other_bits_under_one_name() -> None:
+def mismatched_bits() -> None:
     launch = program(name="g", bits=4 + RANK)
     fails(launch, "psum_q 'g#0' on rank", "disagree on collective 'g#0'", "bits 4 against 5")
     check_together()
 
 
-def programs_that_follow() -> None:
-    """XLA prefixes the cause with its own text, once per program: docs/explanation/failures.md."""
+def dependent_programs() -> None:
+    """Check the cause behind the prefixes that XLA adds, one per program (see failures.md)."""
     failed, follow = program(name="chain", bits=4 + RANK), jax.jit(lambda v: v + 1)
     text = fails(lambda: follow(follow(follow(failed()))), "psum_q 'chain#0' on rank")
     cause = text.rpartition("Error dispatching computation: ")[2]
@@ -80,24 +80,24 @@ def programs_that_follow() -> None:
     check_together()
 
 
-def other_programs_with_one_name() -> None:
-    """The name is in programs of which each process launches another."""
+def one_name_in_different_programs() -> None:
+    """Check one name in two programs, of which each process launches a different one."""
     ours = [
         program(lambda v: psum_q(v * 2, "d", name="h")),
         program(lambda v: psum_q(v[:2000], "d", name="h")),
     ]
     fails(ours[RANK], "psum_q 'h#0'", "numel 3000 against 2000")
     check_together()
-    # In one order in all processes a name may be in several programs.
+    # A name may be in several programs if all processes launch them in one order.
     for launch in ours:
         jax.block_until_ready(launch())
 
 
-# ---- launches that fail in one process -----------------------------------------------------------
+# ---- launches that fail on one process -----------------------------------------------------------
 
 
-def launches_out_of_step() -> None:
-    """A launch fails in process 1 before its sums: what it launches then is not taken for them."""
+def launch_failed_on_one_process() -> None:
+    """Check that later launches are not matched with a launch that failed on process 1."""
     check_together()
     failing = False
 
@@ -118,24 +118,24 @@ def launches_out_of_step() -> None:
         failing = False
     for _ in range(3):
         fails(launch, "FAILED_PRECONDITION", "disagree on", "launch ", "restart all ranks")
-    check_together()  # another program, which is in step
+    check_together()  # another program, whose launches match
 
 
-# ---- ranks that do not come: the deadline, CGX_TIMEOUT, or earlier -------------------------------
+# ---- missing ranks: an error by the deadline, CGX_TIMEOUT ----------------------------------------
 
 
-def other_programs() -> None:
-    """Calls without names: each process waits for its own, and is told of the other's."""
+def different_programs() -> None:
+    """Check calls without names: each process waits for its own, and reports the other's call."""
     check_together()
     launch = program(bits=4 + RANK)
     text = fails(launch, "psum_q 'jit_on_device/0:")
     assert "DEADLINE_EXCEEDED" in text or "UNAVAILABLE" in text
-    assert text.count("jit_on_device/0:") > 1  # the other's name, too
+    assert text.count("jit_on_device/0:") > 1  # the other process's call site is included
     check_backend()
 
 
 def never_calls() -> None:
-    check_together()  # makes the communicator
+    check_together()  # creates the communicator
     if RANK == VICTIM:
         time.sleep(float(os.environ["CGX_TIMEOUT"]) + 3)
         check_backend()
@@ -145,7 +145,7 @@ def never_calls() -> None:
 
 
 def shaken() -> Callable[[], Any]:
-    """Return the launch of a program in which a callback raises, on one device, before the sum."""
+    """Return a launcher whose callback raises on one device before the sum."""
 
     def shake(x: Any, device: Any) -> Any:
         if device == DEVICES - 1:
@@ -159,8 +159,8 @@ def shaken() -> Callable[[], Any]:
     return program(body)
 
 
-def a_device_fails() -> None:
-    """The only one of its process: cgx never hears of the launch there, but of the end."""
+def only_device_fails() -> None:
+    """Check a process whose only device fails. cgx detects its exit, not its launch."""
     check_together()
     told = ["UNAVAILABLE: psum_q 'shaken#0'", "rank 1 is lost"]
     fails(shaken(), *(told if RANK == 0 else ["no such number"]))
@@ -168,13 +168,13 @@ def a_device_fails() -> None:
 
 
 def one_of_several_devices_fails() -> None:
-    """The others of its process are there, so that it can tell other processes, and all go on."""
+    """Check that the remaining devices of a process report the failure, and all can continue."""
     check_together()
     here = jax.process_index() == jax.process_count() - 1
     if here:
-        _xla_ffi.set_local_timeout(1.0)  # other processes have their 60 s
+        _xla_ffi.set_local_timeout(1.0)  # other processes keep 60 s
     text = fails(shaken())
-    if here:  # XLA tells one device's error
+    if here:  # XLA reports the error of one device
         assert "no such number" in text or "psum_q 'shaken#0'" in text
         _xla_ffi.set_local_timeout(60.0)
     else:
@@ -185,7 +185,7 @@ def one_of_several_devices_fails() -> None:
     check_backend()
 
 
-# ---- a process that ends: the others are told at once --------------------------------------------
+# ---- a process that ends: the others get an error immediately ------------------------------------
 
 
 def dies(how: Callable[[], None]) -> None:
@@ -208,11 +208,11 @@ def exits() -> None:
     dies(sys.exit)
 
 
-def exits_at_once() -> None:
+def exits_immediately() -> None:
     dies(lambda: os._exit(0))
 
 
-def is_killed() -> None:
+def killed() -> None:
     dies(lambda: os.kill(os.getpid(), signal.SIGKILL))
 
 
@@ -222,9 +222,9 @@ def backend_works() -> None:
 
 checks.run(
     checks.named(
-        other_bits_under_one_name, other_programs_with_one_name, programs_that_follow,
-        launches_out_of_step, other_programs, never_calls,
-        a_device_fails, one_of_several_devices_fails, raises, exits, exits_at_once, is_killed,
+        mismatched_bits, one_name_in_different_programs, dependent_programs,
+        launch_failed_on_one_process, different_programs, never_calls,
+        only_device_fails, one_of_several_devices_fails, raises, exits, exits_immediately, killed,
         check_together,
     ),
     sys.argv[2:],

@@ -1,9 +1,9 @@
-"""Rank program: initialize(), by mpirun or by nothing, and what works after it.
+"""Rank program: initialize() with and without mpirun, and collectives after it.
 
     run_jax_initialize.py CHECK...
 
-Without mpirun, COORDINATOR, PROCESSES and RANK tell the processes of each other. A check that is
-about an error prints it. Several checks are one story: of errors, initialize() and what works then.
+Without mpirun, the variables COORDINATOR, PROCESSES and RANK describe the processes. A check of
+an error prints the error. Several checks form a sequence: errors, initialize(), then collectives.
 """
 
 import os
@@ -35,7 +35,7 @@ def initialize() -> None:
 
 
 def check_mesh(**knobs: Any) -> None:
-    """Sum over all devices, compressed and not."""
+    """Sum over all devices, with and without compression."""
     count = jax.device_count()
     x = normal(1, count, 3000)
     mesh = mesh_of((count,), ("d",))
@@ -57,12 +57,12 @@ def works() -> None:
     check_mesh(carrier="xla")
     with cgx_ops.jax.launching("block"):
         check_mesh()
-    assert cgx_ops.init().name == ("world" if BY_MPIRUN else "jax")  # which needs no MPI
+    assert cgx_ops.init().name == ("world" if BY_MPIRUN else "jax")  # the latter needs no MPI
     assert cgx_ops.size() == SIZE
 
 
 def detected() -> None:
-    """JAX finds out everything from the launcher's variables, of which these differ."""
+    """Check that JAX reads everything from the launcher's variables."""
     os.environ["SLURM_PROCID"] = os.environ["SLURM_LOCALID"] = str(RANK)
     cgx_ops.jax.initialize()
     assert (jax.process_index(), jax.process_count()) == (RANK, SIZE)
@@ -70,14 +70,14 @@ def detected() -> None:
 
 
 def by_torchrun() -> None:
-    """RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are enough, without torch."""
+    """Check that RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT suffice, without torch."""
     cgx_ops.jax.initialize()
     assert (jax.process_index(), jax.process_count()) == (RANK, SIZE)
     check_mesh()
     assert cgx_ops.size() == SIZE
 
 
-def nothing_to_do() -> None:
+def single_process() -> None:
     cgx_ops.jax.initialize()
     assert not jax.distributed.is_initialized()
     cgx_ops.jax.initialize()
@@ -86,7 +86,7 @@ def nothing_to_do() -> None:
 
 
 def unreachable() -> None:
-    """Processes that cgx does not connect: the other carrier serves them."""
+    """Check that carrier="xla" works among processes that cgx cannot connect."""
     initialize()
     text = error_of(check_mesh)
     assert "RuntimeError: cgx cannot connect JAX's processes" in text
@@ -95,15 +95,15 @@ def unreachable() -> None:
 
 
 def twice() -> None:
-    """Who does it is told at once, and waits for nobody."""
+    """Check that a second initialize() raises immediately and waits for no other process."""
     if RANK == 0:
         text = error_of(initialize)
         assert text.startswith("RuntimeError: cgx_ops.jax.initialize: jax.distributed is init")
     check_mesh()
 
 
-def one_never_comes() -> None:
-    """Of one process more than there are, all that came are told, and may begin again."""
+def missing_process() -> None:
+    """Check that all present processes get an error, and may try again, if one never comes."""
     before = os.environ["CGX_TIMEOUT"]
     os.environ["CGX_TIMEOUT"] = "1"
     text = error_of(lambda: cgx_ops.jax.initialize(os.environ["COORDINATOR"], SIZE + 1, RANK))
@@ -113,7 +113,7 @@ def one_never_comes() -> None:
     os.environ["CGX_TIMEOUT"] = before
 
 
-def a_port_that_is_none() -> None:
+def invalid_port() -> None:
     for address in ("localhost:65536", "localhost"):
         text = error_of(lambda at=address: cgx_ops.jax.initialize(at, SIZE, RANK))
         assert (
@@ -122,7 +122,7 @@ def a_port_that_is_none() -> None:
 
 
 def late_on_one_rank() -> None:
-    """One rank has a backend already: all are told which, and can work alone."""
+    """Check that all ranks report the rank that already has a backend, and can work alone."""
     if BY_MPIRUN:
         cgx_ops.init()
     late = SIZE - 1
@@ -134,15 +134,15 @@ def late_on_one_rank() -> None:
     assert jax.process_count() == 1
 
 
-def another_rank_than_that_of_mpirun() -> None:
-    """All are told, and may initialize() again."""
+def rank_differs_from_mpirun() -> None:
+    """Check that all ranks raise, and may call initialize() again."""
     size, rank = (SIZE, 1) if RANK == 0 else (None, None)
     text = error_of(lambda: cgx_ops.jax.initialize(num_processes=size, process_id=rank))
     assert "rank 0: this is process 1 of 2 by the arguments, but rank 0 of 2 under mpirun" in text
 
 
-def a_port_that_is_taken() -> None:
-    """Rank 0 starts the coordinator, so all are told of rank 0's address; they may begin again."""
+def port_in_use() -> None:
+    """Check that all ranks report that rank 0 cannot bind its address, and may try again."""
     with socket.socket() as other:
         other.bind(("", 0))
         other.listen()
@@ -154,7 +154,7 @@ def a_port_that_is_taken() -> None:
 
 
 def not_initialized() -> None:
-    """Without initialize() a process would sum over its own devices, and raises."""
+    """Check that a collective raises without initialize(): it would sum over local devices only."""
     x = normal(3, 1, 100)
     text = error_of(lambda: on_mesh(mesh_of((1,), ("d",)), lambda v: psum_q(v, "d"))(x))
     assert "RuntimeError: psum_q: " in text
@@ -162,7 +162,7 @@ def not_initialized() -> None:
 
 
 def works_alone() -> None:
-    """The backend that was started too early serves processes that are independent."""
+    """Check that a backend that started too early serves independent processes."""
     os.environ["CGX_WORLD"] = "single"
     check_backend()
 
@@ -170,8 +170,8 @@ def works_alone() -> None:
 jax.config.update("jax_platforms", "cpu")
 checks.run(
     checks.named(
-        another_rank_than_that_of_mpirun, a_port_that_is_taken, a_port_that_is_none,
-        one_never_comes, works, twice, detected, by_torchrun, nothing_to_do, unreachable,
+        rank_differs_from_mpirun, port_in_use, invalid_port,
+        missing_process, works, twice, detected, by_torchrun, single_process, unreachable,
         late_on_one_rank, not_initialized, works_alone,
     )
 )  # fmt: skip

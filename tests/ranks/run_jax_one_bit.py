@@ -1,10 +1,9 @@
-"""Rank program: one_bit_adam and signum on two processes, to the weights of as many devices of one.
+"""Rank program: check that two processes give one_bit_adam and signum the weights of one process.
 
     mpirun -np 2 python run_jax_one_bit.py DEVICES FOLDER CHECK...
 
-By either carrier, with so many devices in each process. FOLDER/DEVICES.npz has "x", a weight;
-"rows", its gradients (steps, devices, ...); "one_bit_adam" and "signum" or one of them, what that
-came to.
+Tests both carriers, with DEVICES in each process. FOLDER/DEVICES.npz has "x", a weight; "rows",
+its gradients (steps, devices, ...); and the expected weights, "one_bit_adam" and/or "signum".
 """
 
 import sys

@@ -3,7 +3,7 @@
     run_jax_optimizer.py first FOLDER      steps 0 and 1, then save
     run_jax_optimizer.py second FOLDER     restore, in new processes, then steps 2 and 3
 
-Each step's mean and residuals must be the oracle's, which takes all steps in both runs.
+Each step's mean and residuals must equal the oracle's, which computes all steps in both runs.
 """
 
 import sys
@@ -38,7 +38,7 @@ def oracle() -> list[tuple[Any, Any]]:
         residual = residual.copy()
         mean = expected(rows, op="avg", bits=2, seeds=seeds, residuals=list(residual))
         steps.append((mean, residual))
-    assert not residual[1::2].any(), "the first device of a process pays for all"
+    assert not residual[1::2].any(), "only the first device of a process has a residual"
     return steps
 
 

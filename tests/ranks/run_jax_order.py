@@ -1,10 +1,10 @@
-"""Rank program: the programs of jax_cases on a mesh of all processes.
+"""Rank program: run the programs of jax_cases on a mesh of all processes.
 
     run_jax_order.py WANT.npy DEVICES LAUNCHES PROGRAM... [--extra RANK] [--cache FOLDER]
 
-There are DEVICES in each process. Prints "ok PROGRAM" for each. With --extra that rank first
-traces, lowers and compiles more than the others do, every program among it, so that whatever counts
-process-wide is ahead there. With --cache rank 0 alone has a persistent compilation cache, and
+Each process has DEVICES devices. Prints "ok PROGRAM" for each. With --extra, that rank first
+traces, lowers and compiles more programs than the others, including every tested one, so that
+process-wide counters differ. With --cache, rank 0 alone has a persistent compilation cache, and
 prints how many executables came from it.
 """
 
@@ -31,9 +31,9 @@ COMPILATION_BEGINS = dispatch.BACKEND_COMPILE_EVENT
 
 
 def compile_extra(mesh: jax.sharding.Mesh, operand: jax.Array, program: str) -> None:
-    """Do what other ranks do not: executables with the same call sites, and others of that name.
+    """Compile executables that other ranks do not have, some with the same call sites or names.
 
-    Meanwhile another thread compiles something without collectives, and comes to no end.
+    Another thread compiles functions without collectives at the same time.
     """
     other = threading.Thread(target=jax.monitoring.record_scalar, args=(COMPILATION_BEGINS, 0.0))
     other.start()

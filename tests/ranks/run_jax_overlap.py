@@ -2,21 +2,21 @@
 
     run_jax_overlap.py <folder> independent | backward
 
-Rank 1 launches a program only after a host callback in it has run on rank 0, of which a file tells:
+Rank 1 launches a program only after a host callback in it has run on rank 0. A file signals this:
 
     rank 0: launch -> messages wait for rank 1 -> callback -> file
     rank 1:                                                   file -> launch
 
-Where the callback waits for a message, rank 1 waits until its deadline. The programs:
+If the callback waited for a message, rank 1 would wait until its deadline. The programs:
 
-    independent  calls of psum_q and, beside them, a loop and the callback on its result. Calls that
-                 blocked XLA's threads would keep the callback from running. XLA may run it before
-                 it starts the calls; so there are more calls than threads, and the loop makes that
-                 unlikely. XLA makes what uses a buffer again wait for all that used it before, but
-                 there is none to use again: operands of the calls are the program's own, and what
-                 they share is needed until the last call, which follows the callback.
-    backward     a training step whose gradients are three messages, the callback on the last
-                 gradient. Here are buffers to use again, and overlap.py must keep XLA from it.
+    independent  Independent calls of psum_q, and a loop with the callback on its result. If calls
+                 blocked XLA's threads, the callback could not run. There are more calls than
+                 threads, and the loop makes it unlikely that XLA runs the callback before the
+                 calls. A reused buffer would make operations wait for its earlier users. Here no
+                 buffer can be reused: the calls' operands are the program's arguments, and shared
+                 values are needed until the last call, which follows the callback.
+    backward     A training step with three gradient messages, and the callback on the last
+                 gradient. Here XLA could reuse buffers, and overlap.py must prevent it.
 """
 
 import os
@@ -117,7 +117,7 @@ def backward() -> None:
         gradients = pmean_q(jax.grad(loss_of)(weights, x[0]), "d", bits=8)
         return jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradients)
 
-    # Types of what goes through a callback do not tell that it varies.
+    # check_vma: the types of a callback's values do not show that they vary over the axis.
     specs: Any = {"in_specs": (P(), P("d")), "out_specs": P(), "check_vma": False}
     program = jax.jit(jax.shard_map(step, mesh=mesh, **specs), donate_argnums=0)
     shared = jax.NamedSharding(mesh, P())

@@ -1,6 +1,6 @@
-"""Processes whose plans differ: what a step that is compiled with them says, and what agree() does.
+"""Check processes with different plans: the error of a compiled step, and of agree().
 
-Prints both errors; before the first the seconds that it took. Then a step with one plan.
+Prints both errors, the first one after its delay in seconds. Then runs a step with equal plans.
 """
 
 import time
@@ -42,5 +42,5 @@ for call in (lambda: step(plan), lambda: plan.agree(cgx_ops.init())):
         print(f"error after {time.perf_counter() - start:.1f} s: {error}")
 same = Plan(plan.names, plan.numels, plan.bits, ((0, 1), (2,)))
 step(same)
-sums = step(same)  # compared once
+sums = step(same)  # plans are compared once
 print("sums", sorted({float(x) for leaf in jax.tree.leaves(sums) for x in np.unique(leaf)}))

@@ -2,9 +2,9 @@
 
     run_jax_shared_state.py torch|jax
 
-The one that is named is called first, and imported first on even ranks, last on the others.
-Communicators are found by name in the one registry of the process: the group that a JAX mesh made
-is one that torch's op and the numpy face can use.
+The named framework is called first. It is imported first on even ranks, last on the others.
+Communicators are registered by name in the process: torch's op and the numpy API can use
+the group that a JAX mesh created.
 """
 
 import importlib
@@ -62,7 +62,7 @@ order = [with_jax, lambda: with_torch("")]
 for call in order if first == "jax" else reversed(order):
     assert same_bits(call(), want)
 
-# The communicator that JAX made, used by torch and by numpy: one counter for all.
+# torch and numpy use the communicator that JAX created: all share its call counter.
 name = "jax:" + ",".join(map(str, range(size)))
 shared = cgx_ops.Communicator.find(name)
 assert (shared.rank, shared.size) == (rank, size)

@@ -2,13 +2,13 @@
 
     run_jax_threads.py DEVICES CASE...
 
-with DEVICES in each process. Each thread has values of its own, so that calls which take those of
-another thread's give wrong results. Every case prints "ok" and its name at its end.
+DEVICES is the number in each process. Each thread has different values, so that a call matched
+with another thread's gives a wrong result. Every case prints "ok" and its name at its end.
 
-1. what is right: blocks of launching(), with collectives of XLA's own between; names, where each
-   process has one device; a program that one process exports
-2. what is refused, in every thread of every process
-3. what is refused in all processes if it happens in one: calls of one name, both in flight
+1. Correct use: launching() blocks, with XLA's own collectives between them; names, if each
+      process has one device; a program that one process exports.
+2. Errors raised in every thread of every process.
+3. Errors raised in all processes if one process causes them: two calls of one name in flight.
 """
 
 import sys
@@ -62,7 +62,7 @@ def check(result: jax.Array, want: Values) -> None:
 
 
 def in_threads(work: Callable[[int], None]) -> None:
-    """Call work(thread) at the same time in all of them; raise what the first to fail raised."""
+    """Call work(thread) in all threads at the same time; raise the first exception."""
     together = threading.Barrier(THREADS, timeout=60)
 
     def run(thread: int) -> None:
@@ -74,11 +74,11 @@ def in_threads(work: Callable[[int], None]) -> None:
             future.result()
 
 
-# ---- 1. what is right ---------------------------------------------------------------------------
+# ---- 1. correct use ------------------------------------------------------------------------------
 
 
 def blocks(functions: list[Callable[[jax.Array], jax.Array]]) -> None:
-    """Launch functions[i] in a thread's blocks, which carry its name."""
+    """Launch functions[i] in a launching() block named after its thread."""
     inputs = order_inputs(MESH.size)
     operands = [operand_of(np.roll(inputs, thread, axis=1)) for thread in range(THREADS)]
     want = order_expected(inputs, DEVICES)
@@ -117,7 +117,7 @@ def names() -> None:
 
 
 def exported() -> None:
-    """What process 0 exports, the others only load: in every program that has it the calls meet."""
+    """Check that calls match across programs that load what process 0 exported."""
     x = normal(5, MESH.size, 3000)
     step = on_mesh(MESH, lambda v: psum_q(v, "d", config=SRA, name="exported"))
 
@@ -132,15 +132,15 @@ def exported() -> None:
         for times in (1, 2):
             check(jax.jit(lambda v, n=times: call(v) * n)(operand_of(x)), times * expected(x))
 
-    with ThreadPoolExecutor(1) as pool:  # which has lowered nothing yet
+    with ThreadPoolExecutor(1) as pool:  # a new thread, which has lowered nothing yet
         pool.submit(work).result()
 
 
-# ---- 2. what is refused -------------------------------------------------------------------------
+# ---- 2. errors on all processes ------------------------------------------------------------------
 
 
 def refused(name: str, remedies: list[str]) -> None:
-    """Launch one function, without blocks: nobody gets a result, and this thread goes on."""
+    """Launch one function without blocks: all threads get an error and continue."""
     x = normal(2, MESH.size, 3000)
     step = on_mesh(MESH, lambda v: psum_q(v, "d", config=SRA, name=name))
 
@@ -163,12 +163,12 @@ def unnamed() -> None:
 
 
 def names_of_several_devices() -> None:
-    """XLA runs such programs one after the other, in the order of launching: names don't help."""
+    """Check that names do not help: XLA runs such programs in launch order, one after another."""
     refused("given", ["cgx_ops.jax.launching("])
 
 
 def names_of_blocks() -> None:
-    """A block that cannot begin does not keep the others waiting."""
+    """Check that a block that fails to begin does not block the others."""
     x = normal(4, MESH.size, 3000)
     step = on_mesh(MESH, lambda v: psum_q(v, "d", config=SRA))
     for name in ("x" * 5000, "a\0b"):
@@ -182,15 +182,15 @@ def names_of_blocks() -> None:
         check(result, expected(x))
 
 
-# ---- 3. calls of one name in flight -------------------------------------------------------------
+# ---- 3. two calls of one name in flight ----------------------------------------------------------
 
 
 def one_name() -> None:
-    """All processes but the last launch from two threads at once; the last then from one, twice.
+    """Launch twice concurrently on all processes but the last, then twice in a row on the last.
 
-    Either of the two may have met the last process's first launch: if it was the other one, both
-    processes are told. Both are errors where they overlap, and in the last process the second one,
-    which is refused.
+    Either of the two launches may have matched the last process's first one. If the other launch
+    was meant, both processes get an error. Overlapping launches raise on both sides. The last
+    process's second launch is refused.
     """
     x = normal(3, SIZE, 3000)
     operand, want = operand_of(x), expected(x)
@@ -199,7 +199,7 @@ def one_name() -> None:
     def launch() -> str:
         try:
             check(step(operand), want)
-        except (RuntimeError, ValueError) as error:  # INVALID_ARGUMENT: JAX raises either
+        except (RuntimeError, ValueError) as error:  # for INVALID_ARGUMENT, JAX raises either type
             if "disagree on collective 'one#0': launch " in str(error):
                 return "met another launch"
             assert "launches overlap on a device" in str(error), error
@@ -208,10 +208,10 @@ def one_name() -> None:
         return "right"
 
     with ThreadPoolExecutor(2) as pool:
-        assert pool.submit(launch).result() == "right"  # compiled, and has a communicator
+        assert pool.submit(launch).result() == "right"  # compiles, and creates the communicator
         last = RANK == SIZE - 1
         both = [] if last else [pool.submit(launch) for _ in range(2)]
-        wait(both, 60, FIRST_COMPLETED)  # the other one waits for the last process
+        wait(both, 60, FIRST_COMPLETED)  # the other launch waits for the last process
         cgx_ops.allreduce(np.zeros(1, np.float32), name="the last process has its turn")
         if last:
             found = [pool.submit(launch).result() for _ in range(2)]

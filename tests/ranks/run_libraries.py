@@ -1,6 +1,6 @@
-"""Prints the transport of an allreduce, and which libraries of MPI the process has mapped after it.
+"""Print the transport of an allreduce, and the MPI libraries that the process has loaded after it.
 
-The argument is torch's backend, or "none": the call reaches the launcher's ranks.
+The argument is torch's backend, or "none" for the launcher's ranks.
 """
 
 import re

@@ -1,4 +1,4 @@
-"""What a user sees on stderr when training starts and ends: run_log.py HOW."""
+"""Print what a user sees on stderr when training starts and ends. Usage: run_log.py HOW."""
 
 import logging
 import sys

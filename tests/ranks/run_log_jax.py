@@ -1,4 +1,7 @@
-"""The same of JAX: run_log_jax.py native|xla."""
+"""Print what a user of JAX sees on stderr, as run_log.py does for torch.
+
+Usage: run_log_jax.py native|xla. The argument is the carrier.
+"""
 
 import sys
 

@@ -1,6 +1,7 @@
-"""Named collectives of random sizes, started from 4 threads in an order of each rank's own.
+"""Start named collectives of random sizes from 4 threads, in a different order on each rank.
 
-Arguments: how many. All of a window are in flight together. Every result is checked.
+The argument is the number of collectives. All calls of a window are in flight together. Every
+result is checked.
 """
 
 import sys
@@ -28,7 +29,7 @@ def start_and_check(calls: list[int]) -> None:
         requests = []
         for call in calls:
             x = np.full(sizes[call], value(call, rank), np.float32)
-            # All values of a bucket are equal, so that 4 bits are exact too.
+            # All values of a bucket are equal, so that 4 bits represent them exactly.
             config = Config(bits=(32, 8, 4)[call % 3])
             requests.append(world.allreduce_async(x, "sum", config, name=f"call {call}"))
         for call, request in zip(calls, requests, strict=True):

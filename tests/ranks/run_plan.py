@@ -1,4 +1,4 @@
-"""What cgx_plan says of allreduces: the algorithm that is taken, and the bytes that a rank sends.
+"""Print what cgx_plan returns for allreduces: the selected algorithm, and the bytes per rank.
 
 Arguments: JSON lists of algorithm, values, bits. Prints a JSON list of pairs.
 """
@@ -27,7 +27,7 @@ def plan(comm: Communicator, algorithm: str, values: int, bits: int) -> structs.
 
 
 def algorithm_of(planned: structs.Plan) -> str:
-    """Return the name of its algorithm."""
+    """Return the name of a plan's algorithm."""
     return next(name for name, number in tables.ALGORITHMS.items() if number == planned.algorithm)
 
 

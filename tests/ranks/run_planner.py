@@ -1,4 +1,4 @@
-"""Costs of messages, measured among processes: each rank prints what it got."""
+"""Measure the costs of messages among processes; each rank prints its result."""
 
 import json
 from dataclasses import asdict

@@ -1,4 +1,4 @@
-"""Becomes another program: the arguments are its path and its own."""
+"""Replace this process by another program: the arguments are its path and its arguments."""
 
 import os
 import sys

@@ -1,6 +1,6 @@
-"""How DDP and FSDP2 send each layer of a model by one rule set: run_rules.py, two ranks.
+"""Print the per-layer settings that DDP and FSDP2 pass to the core under one rule set.
 
-Rank 0 prints, for each, a line of JSON: the settings that the core is given, by layer.
+Runs on two ranks. Rank 0 prints one line of JSON for each wrapper.
 """
 
 import json
@@ -23,7 +23,7 @@ SIZE = dist.get_world_size()
 
 
 class Model(nn.Module):
-    """Parameters of the names and shapes of the cases."""
+    """Model whose parameters have the names and shapes of the cases."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,12 +37,12 @@ class Model(nn.Module):
             at.register_parameter(leaf, nn.Parameter(torch.ones(shape)))
 
     def forward(self) -> torch.Tensor:
-        """Return a loss of which every parameter has a gradient."""
+        """Return a loss that depends on every parameter."""
         return torch.stack([p.square().sum() for p in self.parameters()]).sum()
 
 
 def sent(module: Any, call: nn.Module, shards: int) -> dict[str, Any]:
-    """Return what a backward hands to `module.start`, by layer."""
+    """Return the settings that a backward pass hands to `module.start`, by layer."""
     found: dict[str, Any] = {}
     original = module.start
 

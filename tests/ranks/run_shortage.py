@@ -1,6 +1,6 @@
-"""Ranks that are short of something, or come late to memory that is gone; processes without MPI.
+"""Test ranks that lack a resource, or that return late to released memory; without MPI.
 
-Arguments: what happens (a function below), a folder that serves as the store.
+Arguments: the scenario (a function below); a folder that serves as the store.
 """
 
 import os
@@ -30,8 +30,8 @@ def communicator(name: str, timeout: float = 30) -> Communicator:
     return Communicator.create(rank, size, gather, name, transport="SHM", timeout=timeout)
 
 
-def meet(place: str) -> None:
-    """Wait until all ranks are here."""
+def wait_for_ranks(place: str) -> None:
+    """Wait until all ranks reach this point."""
     allgather_by_files(store, rank, size, place)(b"here")
 
 
@@ -51,7 +51,7 @@ def limited(kind: int, limit: int) -> Iterator[None]:
 
 @contextmanager
 def no_descriptor() -> Iterator[None]:
-    """All numbers below the limit are taken."""
+    """Use up all descriptors below the limit."""
     limit = max(descriptors()) + 1
     with limited(resource.RLIMIT_NOFILE, limit):
         fillers = []
@@ -68,7 +68,10 @@ def no_descriptor() -> Iterator[None]:
 
 
 def late(algorithm: Any) -> None:
-    """Rank 1 stands still while rank 0 gives up, and opens files where its memory was."""
+    """Check that a stalled rank 1 does not write into files that reuse its descriptors.
+
+    Rank 0 gives up in the meantime, and opens files in place of the shared memory.
+    """
     comm = communicator("late", timeout=1)
     config = Config(bits=4, algorithm=algorithm)
     if rank == 1:
@@ -85,7 +88,7 @@ def late(algorithm: Any) -> None:
         return
     while not (store / "pid").exists():
         time.sleep(0.01)
-    time.sleep(0.2)  # it stops a moment after
+    time.sleep(0.2)  # rank 1 stops a moment later
     try:
         comm.allreduce(ONES, config=config)
     except DeadlineExceeded:
@@ -100,9 +103,9 @@ def late(algorithm: Any) -> None:
 
 
 def fails_once(comm: Communicator, shortage: AbstractContextManager[None]) -> None:
-    """A collective that rank 1 cannot serve fails on both ranks, the next one does not."""
+    """Check that a collective that rank 1 cannot serve fails on both ranks; the next one works."""
     config = Config(bits=4, algorithm="sra")
-    meet("before")
+    wait_for_ranks("before")
     try:
         with shortage:
             comm.allreduce(ONES, config=config)
@@ -111,7 +114,7 @@ def fails_once(comm: Communicator, shortage: AbstractContextManager[None]) -> No
         print("told", error)
     else:
         raise AssertionError("nothing was missing")
-    meet("between")
+    wait_for_ranks("between")
     assert not comm.closed
     assert (comm.allreduce(ONES, config=config) == size).all()
 
@@ -134,14 +137,14 @@ def memory() -> None:
 
 
 def many() -> None:
-    """16 communicators of all ranks: one descriptor each, and one for each peer."""
+    """Create 16 communicators of all ranks: one descriptor each, plus one per peer."""
     before = len(descriptors())
     made = [communicator(f"group {i}") for i in range(16)]
     for comm in made:
         assert (comm.allreduce(ONES, config=Config(bits=4)) == size).all()
     used = len(descriptors()) - before
     assert used <= len(made) + size - 1, f"{used} descriptors"
-    meet("used")
+    wait_for_ranks("used")
     for comm in made:
         comm.close()
     assert len(descriptors()) == before, "descriptors are left"
@@ -149,7 +152,7 @@ def many() -> None:
 
 
 def names() -> None:
-    """Print how many bytes a call with a new name costs, beyond those whose seeds are kept."""
+    """Print the memory in bytes that a call with a new name costs, once the seed cache is full."""
     warm_up, calls, ones = 30_000, 20_000, np.ones(4, np.float32)
     comms = Communicator.local(2)
 

@@ -1,8 +1,8 @@
-"""Rank program of soak: runs one load and prints, window by window, what it measured, as JSON.
+"""Rank program of the soak test: run one load and print measurements as JSON, window by window.
 
     run_soak.py LOAD COUNT THREADS
 
-THREADS ranks in this process (0: this process is a rank that mpirun started).
+THREADS: number of ranks in this process, or 0 if this process is a rank started by mpirun.
 """
 
 import contextlib
@@ -24,12 +24,12 @@ from cgx_ops import Communicator
 
 @dataclass(frozen=True)
 class Window:
-    """What a process has after a part of the calls.
+    """Measurements of a process after a part of the calls.
 
     Attributes:
-        resident: KiB of memory.
-        descriptors, threads: how many.
-        seconds: of a call, in the fastest of the window's batches.
+        resident: resident memory in KiB.
+        descriptors, threads: their numbers.
+        seconds: duration of a call in the window's fastest batch.
     """
 
     resident: int
@@ -40,7 +40,8 @@ class Window:
 
 REST = 40.0  # seconds
 
-_measuring = threading.Lock()  # it opens files, which another rank of this process would count
+# measuring opens files, which another rank of this process would count
+_measuring = threading.Lock()
 
 
 def measure(seconds: float) -> Window:
@@ -60,8 +61,8 @@ def _measure(seconds: float) -> Window:
 
 
 def run(comm: Communicator, load: str, count: int, pause: threading.Barrier | None) -> list[Window]:
-    """Run it on one rank; pause: where ranks that are threads wait for each other."""
-    # Starts the engine's thread, which else comes with the first call that a busy machine delays.
+    """Run the load on one rank; pause: barrier at which ranks that are threads wait."""
+    # Starts the engine's thread now; otherwise the first call delayed by a busy machine starts it.
     comm.allreduce_async(np.ones(1, np.float32)).wait()
     step, number, windows = LOADS[load].make(comm), 0, []
     value = None
@@ -85,9 +86,9 @@ def run(comm: Communicator, load: str, count: int, pause: threading.Barrier | No
 
 
 def at_rest(windows: list[Window]) -> Window:
-    """Return what there is at the end, when threads that helped out had the time to leave.
+    """Return the measurements after idle helper threads have ended.
 
-    They stay for half a minute without work (completion_pool.h), longer than a load may take.
+    They end after half a minute without work (completion_pool.h); a load may be shorter.
     """
     most = max(window.threads for window in windows[: len(windows) // 2])
     deadline = time.monotonic() + REST

@@ -1,9 +1,9 @@
-"""A DeviceMesh of two hosts and two ranks on each, which torch.multiprocessing spawns; no launcher.
+"""Test a DeviceMesh of two hosts with two ranks each, started by torch.multiprocessing.spawn.
 
     run_spawned_hosts.py HOST       HOST: 0 or 1, whose ranks are 2 HOST and 2 HOST + 1
 
-All-reduces along each axis, then HSDP: shards within a host, replicas between hosts. Each rank
-prints one line of JSON.
+Runs all-reduces along each axis, then HSDP: shards within a host, replicas across hosts. Each
+rank prints one line of JSON.
 """
 
 import hashlib
@@ -24,12 +24,12 @@ from cgx_ops.torch import fsdp
 
 HOSTS = PER_HOST = 2
 FOUR = Config(bits=4)
-# Sixteen levels of equal distance: 4 bits hold these, and sums of them, exactly.
+# Sixteen equidistant levels: 4 bits represent these values, and their sums, exactly.
 LEVELS = torch.from_numpy(np.tile(np.arange(16, dtype=np.float32), 1000))
 
 
 def sums(mesh: DeviceMesh) -> dict[str, str]:
-    """Add along each axis in 4 bits; return what carries its bytes."""
+    """Add along each axis in 4 bits; return each axis's transport."""
     transports = {}
     for axis in ("hosts", "ranks"):
         group = mesh.get_group(axis)
@@ -45,7 +45,7 @@ def sums(mesh: DeviceMesh) -> dict[str, str]:
 
 
 def hybrid_sharded(mesh: DeviceMesh) -> str:
-    """Train; return a digest of the whole parameters."""
+    """Train and return a digest of the full parameters."""
     torch.manual_seed(1)
     model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 64))
     for layer in (model[0], model[2]):
@@ -67,7 +67,7 @@ def hybrid_sharded(mesh: DeviceMesh) -> str:
         optimizer.step()
         losses.append(loss.item())
         numel = sum(p.to_local().numel() for p in model.parameters())  # type: ignore[operator]
-        assert 0 < sent < numel, sent  # exact: four bytes a value
+        assert 0 < sent < numel, sent  # exact messages would take four bytes per value
     assert losses[-1] < losses[0]
     hashed = hashlib.sha256()
     for parameter in model.parameters():
@@ -84,7 +84,7 @@ def rank_main(local: int, host: int) -> None:
     said = {"rank": rank, "host": socket.gethostname(), **sums(mesh)}
     said["weights"] = hybrid_sharded(mesh)
     dist.destroy_process_group()
-    # In one piece: ranks of a host write into one pipe.
+    # Write in one piece, because the ranks of a host share a pipe.
     sys.stdout.write(json.dumps(said) + "\n")
     sys.stdout.flush()
 

@@ -1,4 +1,4 @@
-"""Statistics of the world and of a group across processes: both ranks count alike."""
+"""Check the statistics of the world and of a group: they are the same on both ranks."""
 
 import numpy as np
 
@@ -22,7 +22,7 @@ for stats, calls in ((everything["world"], 3), (everything["pair"], 1)):
     assert (stats.rank, stats.size, stats.transport) == (world.rank, 2, world.transport)
     assert stats.bytes_in == stats.bytes_plain == calls * values.nbytes
     assert 0 < stats.compute_seconds < stats.agree_seconds + stats.move_seconds
-# 100 buckets of 264 bytes and a header; the world's also carried what made the pair.
+# 100 buckets of 264 bytes and a header; the world also carried the messages that set up the pair.
 assert everything["pair"].bytes_sent == 100 * 264 + 200
 assert everything["world"].bytes_sent > 3 * everything["pair"].bytes_sent
 print(everything["world"])

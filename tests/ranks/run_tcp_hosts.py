@@ -1,10 +1,10 @@
-"""A rank on a host of its own, which knows the others by a folder alone: no mpirun, no MPI.
+"""A rank on its own host that reaches the others through a folder only: no mpirun, no MPI.
 
     run_tcp_hosts.py CASE RANK SIZE FOLDER
 
-CASE: `sums`, the oracle's cases; `kill`, the last rank kills itself; `link`, this rank says when
-its host may be cut off; `stranger`, the last rank comes when somebody else has knocked. Prints one
-line of JSON at the end.
+CASE: `sums` runs the oracle's cases; in `kill` the last rank kills itself; in `link` this rank
+signals when its host may be disconnected; in `stranger` the last rank connects after an
+unauthenticated peer. Prints one line of JSON at the end.
 """
 
 import json
@@ -28,7 +28,8 @@ mpi4py.rc.initialize = False
 from mpi4py import MPI  # noqa: E402
 
 CASE, RANK, SIZE = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-# Of collectives: what a lost host takes to be noticed at most. A stranger takes his time.
+# Deadline of collectives: upper bound for detecting a lost host. An unauthenticated peer takes
+# longer.
 TIMEOUT = 60.0 if CASE == "stranger" else 4.0
 FOLDER = Path(sys.argv[4])
 LAST = SIZE - 1
@@ -37,7 +38,7 @@ LAST = SIZE - 1
 def wait_for(name: str) -> None:
     deadline = time.monotonic() + 30
     while not (FOLDER / name).exists():
-        assert time.monotonic() < deadline, f"nobody made {name}"
+        assert time.monotonic() < deadline, f"no rank created {name}"
         time.sleep(0.01)
 
 
@@ -50,7 +51,7 @@ def bootstrap() -> Callable[[bytes], list[bytes]]:
         nonlocal calls
         blobs = allgather(blob)
         calls += 1
-        if calls == 2:  # 1: greetings; 2: where to connect
+        if calls == 2:  # 1: greetings; 2: addresses
             (FOLDER / "listening").touch()
             wait_for("knocked")
         return blobs
@@ -59,7 +60,7 @@ def bootstrap() -> Callable[[bytes], list[bytes]]:
 
 
 def lose(comm: Communicator) -> dict[str, object]:
-    """Reduce until it fails; tell how long the last call took and what it raised."""
+    """Reduce until a call fails; return that call's duration and error."""
     if RANK == LAST and CASE == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     x = np.ones(1 << 20, np.float32)

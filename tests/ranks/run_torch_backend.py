@@ -1,9 +1,9 @@
-"""Rank program: what the backend "cgx" does, case by case, in one launch of any launcher.
+"""Rank program: run the checks of the backend "cgx" in one launch, with any launcher.
 
     run_torch_backend.py [CHECK...]      all if none is named
 
-EXPECTED_TRANSPORT is that of the default group. Each check ends with a barrier and leaves no group
-behind but the default one. They are in torch_backend/.
+EXPECTED_TRANSPORT is the transport of the default group. Each check ends with a barrier and
+leaves only the default group behind. The checks are in torch_backend/.
 """
 
 import datetime
@@ -17,7 +17,7 @@ from torch_backend import compression, exchanges, groups, reductions
 
 from cgx_ops import Communicator
 
-dist: Any = torch.distributed  # its annotations are those of its own internals
+dist: Any = torch.distributed  # its annotations refer to torch internals
 
 
 def main() -> None:

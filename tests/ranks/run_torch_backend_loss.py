@@ -1,6 +1,6 @@
-"""Rank program: what the backend "cgx" does without MPI when ranks are late, far away or gone.
+"""Rank program: the backend "cgx" without MPI when ranks are late, on other hosts or lost.
 
-Launched without mpirun. Rank 1 ends in the middle; the others must notice and end well.
+Started without mpirun. Rank 1 exits in the middle; the others must detect it and exit cleanly.
 """
 
 import datetime
@@ -14,7 +14,7 @@ import torch.distributed
 
 from cgx_ops.torch import BackendOptions
 
-dist: Any = torch.distributed  # its annotations are those of its own internals
+dist: Any = torch.distributed  # its annotations refer to torch internals
 
 
 def main() -> None:
@@ -22,7 +22,7 @@ def main() -> None:
     rank = dist.get_rank()
     assert "MASTER_ADDR" in os.environ, "the launcher's, untouched"
 
-    # Nothing connects the ranks: MPI was not started.
+    # The ranks cannot connect, because MPI was not started.
     far = BackendOptions(transport="MPI")
     with pytest.raises(
         dist.DistBackendError, match=r"reach each other(.|\n)*gloo(.|\n)*carrier='c10d'"
@@ -44,7 +44,7 @@ def main() -> None:
     assert time.monotonic() - begun < 20
     with pytest.raises(dist.DistBackendError):
         dist.all_reduce(x)  # the group is lost
-    if rank == 0:  # a group that rank 1 never comes to
+    if rank == 0:  # a group that rank 1 never joins
         with pytest.raises(dist.DistBackendError, match=r"rank 0 waited 1 s for ranks \[1\] of 2"):
             dist.new_group([0, 1], timeout=datetime.timedelta(seconds=1))
     dist.destroy_process_group()

@@ -1,7 +1,7 @@
-"""Rank program for torchrun: carrier="c10d" over gloo against the oracle, to the bit.
+"""Rank program for torchrun: carrier="c10d" over gloo against the oracle, bit for bit.
 
-The ranks form groups of 1, 2, ... ranks, so that one launch shows every world size. Each rank has
-the oracle for its share of the cases; that all ranks agree is checked for every case.
+The ranks form groups of 1, 2, ... ranks, so that one launch covers every world size. Each rank runs
+the oracle for its share of the cases. Every case checks that all ranks agree.
 """
 
 import hashlib
@@ -36,7 +36,7 @@ LIST = (513, 0, 17, 1, 5000, 512, 8)
 
 
 class Group:
-    """The ranks 0 to size - 1, and what each of them draws first after manual_seed(rank)."""
+    """The ranks 0 to size - 1, and their first seeds after manual_seed(rank)."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group, self.name = group, group.group_name
@@ -47,7 +47,7 @@ class Group:
         return tc.keywords(**{"carrier": "c10d", "group_name": self.name, **options})
 
     def check_equal(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Fail unless every rank has these bits."""
+        """Check that the tensors are bitwise equal on all ranks."""
         digest = hashlib.sha256()
         for x in tensors:
             digest.update(tc.to_numpy(x).tobytes())
@@ -103,7 +103,7 @@ def lists(group: Group) -> None:
 
 
 def residuals(group: Group) -> None:
-    """Two steps, of a message that rides with the header and of one in shards."""
+    """Run two steps of a message small enough to follow the header, and of a sharded one."""
     for numel, dtype in itertools.product((600, 2**16), DTYPES):
         kept = [tc.values(rank, numel, dtype, call=9) / 8 for rank in range(group.size)]
         own, arrays = kept[group.rank], [tc.to_numpy(each).copy() for each in kept]
@@ -120,7 +120,7 @@ def residuals(group: Group) -> None:
 
 
 def layouts(group: Group) -> None:
-    """Strides, shapes and the in-place form."""
+    """Test strides, shapes and the in-place form."""
     inputs = [tc.values(rank, 600).reshape(20, 30) for rank in range(group.size)]
     want = tc.expected([x.t() for x in inputs], 4, 64, algorithm="auto")
     options = group.options(rounding="nearest")
@@ -137,7 +137,7 @@ def layouts(group: Group) -> None:
 
 
 def step(x: torch.Tensor, group: Group, rounding: str) -> torch.Tensor:
-    """The operator between operations that inductor computes to eager's bits."""
+    """Apply the operator between operations for which inductor matches eager bit for bit."""
     options = group.options(rounding=rounding, algorithm="sra")
     return 2 * tc.allreduce(2 * x.relu(), 3, 64, **options)
 
@@ -177,7 +177,7 @@ def gradients(group: Group) -> None:
 
 
 class Salt(CustomGraphPass):
-    """Part of the caches' keys: graphs that an earlier run of this program left are not found."""
+    """A part of the cache keys that hides graphs cached by an earlier run of this program."""
 
     def __call__(self, graph: torch.fx.Graph) -> None:
         pass
@@ -187,7 +187,7 @@ class Salt(CustomGraphPass):
 
 
 def compiled(group: Group) -> None:
-    """As in eager, from graphs that were just compiled or come from the cache that ranks share."""
+    """Compare with eager. Graphs are compiled, then loaded from the cache that ranks share."""
     counters.clear()
     want = forward_and_backward(group, both_steps, "stochastic")
     for run, backend in enumerate(("inductor", "inductor", "aot_eager")):
@@ -199,13 +199,13 @@ def compiled(group: Group) -> None:
         ):
             got = forward_and_backward(group, call, "stochastic")
         assert all(map(tc.same_bits, got, want)), (backend, run)
-        dist.barrier(group.group)  # until all ranks have written to the cache
+        dist.barrier(group.group)  # wait until all ranks have written to the cache
     found = counters["aot_autograd"]
     assert (found["autograd_cache_miss"], found["autograd_cache_hit"]) == (1, 1), found
 
 
 def checkpointed(group: Group) -> None:
-    """The recomputed noise is the forward's."""
+    """Check that recomputation draws the noise of the forward pass."""
     want = forward_and_backward(group, recomputed_step, "stochastic")
     torch._dynamo.reset()
     call = torch.compile(recomputed_step, fullgraph=True)
@@ -224,7 +224,7 @@ class Model(torch.nn.Module):
 
 
 def exported(group: Group) -> None:
-    """As public operators, to run on any rank; or decomposed into this rank's own messages."""
+    """Export public operators that run on any rank, or decompose them into this rank's messages."""
     inputs = [tc.values(rank, 1000) for rank in range(group.size)]
     wants = [tc.expected([2 * x for x in inputs], 3, 64), tc.expected(inputs, 3, 64)]
     wants.append(tc.expected([x[:300] + 1 for x in inputs], 3, 64))
@@ -240,7 +240,7 @@ def exported(group: Group) -> None:
 
 
 def checked_operator(group: Group) -> None:
-    # The two others find that wait_tensor, torch's own, hides an alias.
+    # The other two tests object to torch's own wait_tensor, which hides an alias.
     checks = ["test_autograd_registration", "test_aot_dispatch_dynamic"]
     for grad in (False, True):
         x = tc.values(group.rank, 200).requires_grad_(grad)
@@ -250,7 +250,7 @@ def checked_operator(group: Group) -> None:
 
 
 def dynamic(group: Group) -> None:
-    """Messages have lengths, so each size gets a graph of its own, also if asked not to."""
+    """Check that each size gets its own graph despite dynamic=True: message lengths are static."""
     torch._dynamo.reset()
     call = torch.compile(step, fullgraph=True, dynamic=True, backend="aot_eager")
     for numel in (1000, 5000, 17):
@@ -260,7 +260,10 @@ def dynamic(group: Group) -> None:
 
 
 def divergence(group: Group) -> None:
-    """Unused results, twins, orders of use, one rank in eager: the same exchanges on all ranks."""
+    """Check unused results, equal calls, other orders of use and a rank in eager mode.
+
+    All ranks must make the same exchanges.
+    """
     options = group.options(rounding="nearest")
     last = group.rank == group.size - 1
 
@@ -272,16 +275,16 @@ def divergence(group: Group) -> None:
         z = coalesced([x + 1, x * 3], **options)
         return total + (x * 3 if last else x * 3 + y + z[1])
 
-    def twins(x: torch.Tensor) -> torch.Tensor:
+    def equal_calls(x: torch.Tensor) -> torch.Tensor:
         first = tc.allreduce(x + 1, **options)
         return first * tc.allreduce(x + 1, **options)
 
-    for function, grad in ((differs, False), (differs, True), (twins, True)):
+    for function, grad in ((differs, False), (differs, True), (equal_calls, True)):
         torch._dynamo.reset()
         x = tc.values(group.rank, 1000)
         want = function(x)
         compiled = torch.compile(function, fullgraph=True)
-        # A compiler may make one of two twins, on all ranks; eager does not.
+        # A compiler may merge two equal calls, on all ranks; eager mode does not.
         call = function if last and grad and function is differs else compiled
         torch.testing.assert_close(call(x.requires_grad_(grad)).detach(), want)
 
@@ -290,7 +293,7 @@ def divergence(group: Group) -> None:
 
 
 class Sent(TorchDispatchMode):
-    """Counts the bytes that a rank hands to others."""
+    """Count the bytes that a rank sends to others."""
 
     def __init__(self, group: Group) -> None:
         super().__init__()
@@ -308,7 +311,7 @@ class Sent(TorchDispatchMode):
 
 
 def payload(group: Group, numel: int, bits: int) -> int:
-    """Return the bytes of values that a rank of scatter-reduce-allgather sends."""
+    """Return the payload bytes that a rank of scatter-reduce-allgather sends."""
     segment = reference.Segment(0, numel, bits, 64)
     exact = reference.travels_exact(segment, 0)
     bits = 32 if exact else bits
@@ -327,7 +330,7 @@ def wire(group: Group) -> None:
         if group.size == 1:
             assert sent.bytes == 0
             continue
-        # A rank's part of the all-gather is padded to the largest: at most by a bucket.
+        # Each rank's part of the all-gather is padded to the largest: by at most one bucket.
         padding = sent.bytes - payload(group, numel, bits)
         bucket = 4 if bits == 32 or numel < 16 else reference.encoded_bytes(64, bits, 64)
         assert 0 <= padding <= (group.size - 1) * bucket, (numel, bits, padding)
@@ -363,13 +366,13 @@ def bad_calls(group: Group) -> None:
 
 
 def the_default_group() -> None:
-    """Its name may be empty."""
+    """Check that the default group may be given by an empty name."""
     y = tc.allreduce(torch.ones(20), 32, carrier="c10d")
     assert y.tolist() == [dist.get_world_size()] * 20
 
 
-def nothing() -> None:
-    """A rank outside of a group has no part in its checks."""
+def skipped() -> None:
+    """Stand in for the checks on a rank outside of the group."""
 
 
 CHECKS = [results, lists, residuals, layouts, gradients, wire, bad_calls]
@@ -387,7 +390,7 @@ def main() -> None:
     for size, members in enumerate(groups, 1):
         mine = Group(members) if isinstance(members, dist.ProcessGroup) else None
         for check in CHECKS + (ON_TWO if size == 2 else []):
-            on_group = partial(check, mine) if mine and dist.get_rank() < size else nothing
+            on_group = partial(check, mine) if mine and dist.get_rank() < size else skipped
             by_name[f"{check.__name__} on {size}"] = on_group
     checks.run(by_name | checks.named(the_default_group), sys.argv[2:])
     dist.destroy_process_group()

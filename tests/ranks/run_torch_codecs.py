@@ -1,8 +1,8 @@
-"""Rank program: every compressor by torch.ops.cgx, against cgx_ops' own allreduce, to the bit.
+"""Rank program: every compressor in torch.ops.cgx against the numpy allreduce, bit for bit.
 
-    mpirun -np 3 python run_torch_codecs.py CHECK...     # all compressors, by both carriers
+        mpirun -np 3 python run_torch_codecs.py CHECK...     # all compressors, both carriers
 
-The ranks' generators of torch are seeded apart, as those of data loaders are.
+Torch's generators have different seeds on the ranks, as for data loaders.
 """
 
 from typing import Any
@@ -25,7 +25,7 @@ _names = iter(f"call {n}" for n in range(10**6))
 
 
 def seed_of(config: Config, name: str, depth: int = 0) -> int:
-    """Return the seed of the first call of this name, or of its gradient, and draw it anew."""
+    """Return the seed of the first call of this name, or of its gradient, by drawing it again."""
     if config.compressor == "randk":
         seed = tc.gradient_seed(tc.named_seed(0, name), 1)
     else:
@@ -56,7 +56,7 @@ def by_numpy(
     return split(y)
 
 
-def each_call_as_numpy() -> None:
+def single_calls_match_numpy() -> None:
     for config in CONFIGS:
         for dtype in (torch.float32, torch.bfloat16):
             for carrier in CARRIERS:
@@ -68,8 +68,8 @@ def each_call_as_numpy() -> None:
                     assert tc.same_bits(y, want), (config, dtype, carrier, numel)
 
 
-def lists_as_numpy() -> None:
-    """One message; in place; with residuals, over two steps."""
+def lists_match_numpy() -> None:
+    """Test lists as one message: new, in place, and with residuals over two steps."""
     for config in CONFIGS:
         xs = [tc.values(RANK, numel, call=i) for i, numel in enumerate((700, 40, 3, 1200))]
         for carrier in CARRIERS:
@@ -96,7 +96,7 @@ def lists_as_numpy() -> None:
                     assert tc.same_bits(got, expected), (config, carrier)
 
 
-def gradients_as_numpy() -> None:
+def gradients_match_numpy() -> None:
     for config in CONFIGS:
         for carrier in CARRIERS:
             x, name = tc.values(RANK, 900).requires_grad_(), next(_names)
@@ -108,8 +108,8 @@ def gradients_as_numpy() -> None:
             assert tc.same_bits(x.grad, want), (config, carrier)
 
 
-def places_follow_from_a_count() -> None:
-    """Equal on ranks whose generators differ, another in each call, by name and without."""
+def indices_depend_on_call_index() -> None:
+    """Check that indices are equal on ranks with different generators, but differ between calls."""
     config = next(each for each in CONFIGS if each.compressor == "randk")
     x = tc.values(RANK, 600)
     for name in ("", "named"):
@@ -121,8 +121,8 @@ def places_follow_from_a_count() -> None:
         assert not torch.equal(ys[0] != 0, ys[1] != 0)
 
 
-def ranks_that_differ() -> None:
-    """Every rank is told, and the next call goes on."""
+def mismatched_settings() -> None:
+    """Check that every rank gets an error for mismatched settings, and the next call works."""
     other = {"compressor": "topk", "density": 0.1 if RANK else 0.2, "bucket_size": 64}
     for options, words in (
         (other, "density"),
@@ -130,7 +130,7 @@ def ranks_that_differ() -> None:
         ({"compressor": "topk", "value_bits": 8 if RANK else 16}, "value_bits"),
         ({"rotation": 32 if RANK else None}, "rotation"),
         ({"compressor": "ternary", "clip": bool(RANK)}, "clip"),
-        # Names, from which places follow, are not compared where torch carries the messages.
+        # Names determine the indices; they are not compared if torch carries the messages.
         *(
             (
                 {"compressor": "randk", "name": f"of {RANK}", "carrier": "c10d", "algorithm": by},
@@ -149,14 +149,14 @@ def ranks_that_differ() -> None:
 
 
 def in_graphs() -> None:
-    """Forward and backward of compiled functions, of feedback too, by both carriers."""
+    """Compile functions, with feedback too, and compare forward and backward for both carriers."""
     wanted = {"topk", "threshold", "levels", "sign", "ternary", "randk"}
     for config in CONFIGS:
         if config.compressor not in wanted or config.rotation:
             continue
         wanted.remove(config.compressor)
         for carrier in CARRIERS:
-            torch._dynamo.reset()  # it counts how often one piece of code was compiled
+            torch._dynamo.reset()  # it limits the number of compilations of a function
             name = next(_names)
             options = {"op": "avg", "name": name, "carrier": carrier, "config": str(config)}
 
@@ -200,8 +200,8 @@ def main() -> None:
     dist.init_process_group("gloo")
     checks.run(
         checks.named(
-            each_call_as_numpy, lists_as_numpy, gradients_as_numpy,
-            places_follow_from_a_count, ranks_that_differ, in_graphs,
+            single_calls_match_numpy, lists_match_numpy, gradients_match_numpy,
+            indices_depend_on_call_index, mismatched_settings, in_graphs,
         )
     )  # fmt: skip
     dist.destroy_process_group()

@@ -1,10 +1,10 @@
-"""Rank program: refused calls; torch.compile'd functions against eager ones and the oracle.
+"""Rank program: invalid calls; compiled functions against eager ones and the oracle.
 
     run_torch_compile.py [--no-lowering] CHECK...
 
-With --no-lowering torch's private lowering of collectives is hidden from cgx_ops. The functions
-around the collectives use only operations that inductor computes to the same bits as eager. The
-refused calls are in torch_refused.py.
+--no-lowering hides torch's private lowering of collectives from cgx_ops. The functions around
+the collectives use only operations for which inductor matches eager bit for bit. The invalid
+calls are in torch_refused.py.
 """
 
 import sys
@@ -46,7 +46,7 @@ def run(
 
 
 def oracle(numel: int, dtype: torch.dtype, rounding: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what run() gives for x -> 2 * allreduce(2 * relu(x))."""
+    """Return the expected result of run() for x -> 2 * allreduce(2 * relu(x))."""
     seeds = [tc.drawn_seeds(100 + rank)[0] for rank in range(SIZE)]
     options = {"rounding": rounding, "bits": 3, "bucket_size": 64}
     inputs = [tc.values(rank, numel, dtype) for rank in range(SIZE)]
@@ -79,11 +79,11 @@ def forward_and_backward() -> None:
 
 
 def lists() -> None:
-    """A list in one message, its gradient in another; compiled, recomputed, of changing sizes."""
+    """Test a list in one message, its gradient in another: compiled, recomputed, several sizes."""
 
     def block(x: torch.Tensor) -> torch.Tensor:
         a, b = tc.coalesced([2 * x.relu(), x + 1], **OPTIONS)
-        return a * a + b * b  # both are needed again in backward
+        return a * a + b * b  # backward needs both again
 
     def recomputed(x: torch.Tensor) -> torch.Tensor:
         return checkpoint(block, x, use_reentrant=False)
@@ -103,7 +103,7 @@ def lists() -> None:
 
 
 def steps_with_feedback() -> None:
-    """Each step takes what the one before has lost; two tensors in one message, forward only."""
+    """Check residuals over steps, with two tensors in one message, forward only."""
 
     def step(x: torch.Tensor, residuals: list[torch.Tensor]) -> tuple[Any, list[torch.Tensor]]:
         (a, b), residuals = tc.feedback_list([2 * x.relu(), x[:300] + 1], residuals, **OPTIONS)
@@ -118,7 +118,7 @@ def steps_with_feedback() -> None:
             results += [*sums, *residuals]
         found.append(results)
     assert all(map(tc.same_bits, *found))
-    assert found[0][2].any(), "nothing was lost"
+    assert found[0][2].any(), "the residual is zero"
 
 
 def in_place_on_the_input() -> None:
@@ -151,7 +151,7 @@ def dynamic_shapes() -> None:
 
 
 def checkpointed() -> None:
-    """The recomputed noise is the forward's: the gradient of y*y multiplies by the recomputed y."""
+    """Check that recomputation draws the forward's noise: y*y's gradient uses the recomputed y."""
 
     def block(x: torch.Tensor) -> torch.Tensor:
         y = tc.allreduce(2 * x, **OPTIONS)
@@ -170,7 +170,7 @@ def checkpointed() -> None:
 
 
 def seeds() -> None:
-    """Two calls have noise of their own; the same manual_seed repeats both."""
+    """Check that two calls draw different noise, and that manual_seed repeats both."""
 
     def step(x: torch.Tensor) -> torch.Tensor:
         return torch.stack([tc.allreduce(x, **OPTIONS), tc.allreduce(x, **OPTIONS)])
@@ -209,7 +209,7 @@ def compiled_autograd() -> None:
 
 
 def checkpointed_in_a_whole_step() -> None:
-    """Compiled with its backward: the recomputed noise is the forward's there, too."""
+    """Check the recomputed noise if one graph includes the backward pass."""
 
     def block(x: torch.Tensor) -> torch.Tensor:
         y = tc.allreduce(2 * x, **OPTIONS)
@@ -236,8 +236,8 @@ def operators() -> None:
             opcheck(tc.allreduce_.default, (x * 2 if grad else x,), options)
 
 
-def input_left_alone() -> None:
-    """While a late peer keeps the collective open, its input's memory is not given to others."""
+def input_memory_not_reused() -> None:
+    """Check that the input's memory is not reused while a late peer keeps the collective open."""
 
     def step(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         y = tc.allreduce(x * 2, 32)
@@ -266,14 +266,14 @@ def generated_code() -> str:
 
 
 def with_lowering() -> None:
-    """Inductor reads the producer's own buffer."""
+    """Check that inductor reads the producer's buffer directly."""
     code = generated_code()
     assert "all_reduce_start.borrow(" in code
     assert "all_reduce_start.default(" not in code
 
 
 def hide_lowering() -> None:
-    """Have it read a copy of it. The first graph of a process decides this for all."""
+    """Check that inductor reads a copy. The first graph of a process determines this for all."""
     create = ir._CollectiveKernel.create_out_of_place
     del ir._CollectiveKernel.create_out_of_place
     code = generated_code()
@@ -292,7 +292,7 @@ def main() -> None:
         checks.of_modules(torch_refused) | checks.named(
             with_lowering, forward_and_backward, in_place_on_the_input,
             dynamic_shapes, checkpointed, seeds, lists, steps_with_feedback, compiled_autograd,
-            checkpointed_in_a_whole_step, operators, input_left_alone,
+            checkpointed_in_a_whole_step, operators, input_memory_not_reused,
         ),
         names,
         after=torch._dynamo.reset,

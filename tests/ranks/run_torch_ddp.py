@@ -1,7 +1,6 @@
 """Rank program: DistributedDataParallel with quantized_allreduce_hook, over the backend "cgx".
 
-Every check compares with the oracle to the bit, or with another run to the bit. They are in
-torch_ddp/.
+Every check compares with the oracle or with another run, bit for bit. The checks are in torch_ddp/.
 """
 
 import checks

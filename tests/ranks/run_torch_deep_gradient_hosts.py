@@ -1,9 +1,9 @@
-"""Rank program: Deep Gradient Compression where ranks share hosts.
+"""Rank program: Deep Gradient Compression with several ranks per host.
 
     CGX_HOST_ID=... mpirun -np 4 python run_torch_deep_gradient_hosts.py 0,0,1,1
 
-The argument is the host of each rank. What is sparse goes from host to host: each has momenta and
-residuals of its ranks' sum, on its first rank.
+The argument lists the host of each rank. Sparse messages travel between hosts: the first rank of
+a host has the momenta and residuals of the sum over the host's ranks.
 """
 
 import contextlib
@@ -50,7 +50,7 @@ def pending(state: object) -> dict[str, torch.Tensor]:
     }
 
 
-def as_the_reference() -> None:
+def matches_reference() -> None:
     comm = Communicator.find(dist.group.WORLD.group_name)  # type: ignore[union-attr]
     assert (comm.host, comm.hosts) == (HOSTS[RANK], len(set(HOSTS)))
     follow(20, hosts=HOSTS)
@@ -63,8 +63,8 @@ def parted_hosts() -> Hosts:
     return parted
 
 
-def what_is_sent() -> None:
-    """Between hosts 68 of 1344 values travel, and their places, behind a header."""
+def bytes_sent() -> None:
+    """Check that hosts exchange 68 of 1344 values, and their indices, behind a header."""
     parted = parted_hosts()
     assert (parted.firsts is None) == (HOSTS.index(HOSTS[RANK]) != RANK)
     if parted.firsts is not None:
@@ -76,7 +76,7 @@ def what_is_sent() -> None:
 
 
 def buckets() -> None:
-    """Many at once; blocks; a NaN leaves no trace."""
+    """Check many buckets in flight, block selection, and that a NaN leaves the state clean."""
     want = train(hooked()[0], range(4))
     assert torch.equal(train(hooked(wrapper={"bucket_cap_mb": 0.001})[0], range(4))[-1], want[-1])
     followed = Followed(hosts=HOSTS)
@@ -87,8 +87,8 @@ def buckets() -> None:
     assert all(x.isfinite().all() for x in followed.state.momenta.tensors.values())
 
 
-def what_a_rank_had_is_its_hosts() -> None:
-    """What each rank has had of its own becomes its host's: the average loses nothing of it."""
+def rank_state_moves_to_host() -> None:
+    """Check that each rank's state moves to its host, and the average loses none of it."""
     model, alone = hooked(config=Config(compressor="topk", algorithm="one_shot"))
     train(model, range(4))
     assert all(v.any() for v in alone.residuals.tensors.values())
@@ -110,7 +110,7 @@ def what_a_rank_had_is_its_hosts() -> None:
 
 
 class Unused(nn.Module):
-    """Has a layer that not every step uses."""
+    """Model with a layer that not every step uses."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -121,8 +121,8 @@ class Unused(nn.Module):
         return x + self.spare(x) if spare else x
 
 
-def what_is_gathered_in_a_step_without_the_layer() -> None:
-    """What each rank has of it becomes its host's, and stays so."""
+def unused_layer_state_moves_to_host() -> None:
+    """Check that the state of an unused layer moves to the host, and stays there."""
     torch.manual_seed(0)
     model, state = hooked(Unused(), wrapper={"find_unused_parameters": True}, momentum=0.0)
     for step in range(3):
@@ -139,7 +139,10 @@ def what_is_gathered_in_a_step_without_the_layer() -> None:
 
 
 def models_in_one_backward() -> None:
-    """Each host is late with another model's sums; results are as of one after the other."""
+    """Check interleaved models: results are the same as for one after the other.
+
+    Each host delays the sums of a different model.
+    """
     add, late = _Exchange._add, [False]
 
     def later(exchange: Any) -> None:
@@ -165,8 +168,8 @@ def models_in_one_backward() -> None:
     assert all(map(torch.equal, *gradients))
 
 
-def ranks_that_disagree() -> None:
-    """All are told at once, and why: where hosts do, and where the ranks of one do."""
+def mismatched_ranks() -> None:
+    """Check that all ranks get the error immediately if hosts, or ranks of one host, mismatch."""
     add_up = Hosts._add_up
 
     def short(self: Hosts, x: torch.Tensor, segments: Any, name: str, *more: Any) -> dist.Work:
@@ -184,11 +187,11 @@ def ranks_that_disagree() -> None:
         )
     assert time.monotonic() - begin < 20
     dist.barrier()
-    backward(ranks_do, 2)  # the group lives on
+    backward(ranks_do, 2)  # the group is still usable
 
 
-def a_rank_that_cannot_start() -> None:
-    """All are told at once, also over the other hosts; what follows the next messages fits."""
+def start_fails_on_one_rank() -> None:
+    """Check that ranks on all hosts get the error immediately, and later messages match."""
     for place in (0, SIZE - 1):
         model = hooked()[0]
         backward(model, 0)
@@ -201,8 +204,8 @@ def a_rank_that_cannot_start() -> None:
         backward(model, 2)
 
 
-def a_rank_that_fails() -> None:
-    """All ranks raise, whether the first rank of a host fails between messages, or another."""
+def failure_on_one_rank() -> None:
+    """Check that all ranks raise if the first rank of a host, or another rank, fails."""
     places: tuple[tuple[int, Any, str], ...] = (
         (0, _Exchange, "_add"), (1, ddp_deep_gradient, "_clipped")
     )  # fmt: skip
@@ -220,8 +223,8 @@ def a_rank_that_fails() -> None:
         backward(model, 2)
 
 
-def groups_that_are_made_anew() -> None:
-    """A new default group has hosts of its own; those of the one before are closed."""
+def recreated_groups() -> None:
+    """Check that a new default group gets new hosts, and the previous ones are closed."""
     parted = parted_hosts()
     dist.destroy_process_group()
     dist.init_process_group("cgx")
@@ -233,10 +236,10 @@ def main() -> None:
     dist.init_process_group("cgx")
     checks.run(
         checks.named(
-            as_the_reference, what_is_sent, buckets, what_a_rank_had_is_its_hosts,
-            what_is_gathered_in_a_step_without_the_layer, models_in_one_backward,
-            ranks_that_disagree, a_rank_that_cannot_start, a_rank_that_fails,
-            groups_that_are_made_anew,
+            matches_reference, bytes_sent, buckets, rank_state_moves_to_host,
+            unused_layer_state_moves_to_host, models_in_one_backward,
+            mismatched_ranks, start_fails_on_one_rank, failure_on_one_rank,
+            recreated_groups,
         ),
         sys.argv[2:],
     )  # fmt: skip

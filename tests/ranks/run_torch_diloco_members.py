@@ -2,9 +2,9 @@
 
     run_torch_diloco_members.py PORT STEPS [DIES_AT]
 
-A store listens at PORT of this machine; members meet by torch's elastic rendezvous. The one that
-has DIES_AT is killed in the synchronisation after that step, when the others wait for it. Whoever
-is left goes on, and takes in who knocks. Prints what became of it, as JSON.
+A store listens at PORT of this machine; members join by torch's elastic rendezvous. The member
+with DIES_AT is killed in the synchronisation after that step, while the others wait for it. The
+remaining members continue and admit new ones. Prints the outcome as JSON.
 """
 
 import datetime
@@ -38,7 +38,7 @@ def rendezvous(port: int) -> Any:
 
 
 def join(handler: Any) -> int:
-    """Meet whoever is there, as the default group; return how many these are."""
+    """Join the members that are present as the default group; return their number."""
     if dist.is_initialized():
         dist.destroy_process_group()
     met = handler.next_rendezvous()
@@ -49,8 +49,8 @@ def join(handler: Any) -> int:
     return met.world_size
 
 
-def someone_knocks(handler: Any) -> bool:
-    """Tell whether anyone waits to be taken in; all ranks alike."""
+def has_waiting_members(handler: Any) -> bool:
+    """Return whether a process waits to be admitted; the same on all ranks."""
     waiting = torch.tensor(float(handler.num_nodes_waiting()))
     dist.all_reduce(waiting, dist.ReduceOp.MAX)
     return bool(waiting)
@@ -64,7 +64,7 @@ def main() -> None:
     port, steps, *dies = map(int, sys.argv[1:])
     handler = rendezvous(port)
     sizes = [join(handler)]
-    torch.manual_seed(os.getpid())  # a newcomer's own weights do not count
+    torch.manual_seed(os.getpid())  # a new member's initial weights are replaced
     model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 8))
     loop = DiLoCo(model, sync_every=EVERY, config=Config(bits=4))
     begun_at = loop.steps
@@ -79,7 +79,8 @@ def main() -> None:
         inner.step()
         losses.append(loss.item())
         if loop.steps + 1 in dies:
-            setattr(Exchange, "start", die)  # noqa: B010  # once on their way its values may arrive
+            # Die before the start: afterwards the values may already arrive.
+            setattr(Exchange, "start", die)  # noqa: B010
         before = [outer.detach().clone() for outer in loop.outer_parameters]
         try:
             loop.step()
@@ -89,7 +90,7 @@ def main() -> None:
             sizes.append(join(handler))
             loop.regroup()
             continue
-        if loop.steps % EVERY == 0 and someone_knocks(handler):
+        if loop.steps % EVERY == 0 and has_waiting_members(handler):
             sizes.append(join(handler))
             loop.regroup()
     mine = torch.cat([p.detach().flatten() for p in model.parameters()])

@@ -1,9 +1,9 @@
-"""Rank program: FSDP2 whose collectives are compressed, in every way that it trains.
+"""Rank program: FSDP2 with compressed collectives, in all its training modes.
 
     mpirun -np 2 python run_torch_fsdp.py CHECK ...
 
-Some checks need four ranks: torch/test_fsdp.py says which. Every message that FSDP hands to the
-core is recorded, and compared with the oracle's. The checks are in torch_fsdp/.
+Some checks need four ranks (see torch/test_fsdp.py). Every message that FSDP hands to the core
+is recorded and compared with the oracle's. The checks are in torch_fsdp/.
 """
 
 import checks

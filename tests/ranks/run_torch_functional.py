@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 4 run_torch_functional.py
 
-Results and gradients against the oracle, over groups of 1 to 4 ranks; compiled functions against
-eager ones.
+Compares results and gradients with the oracle, over groups of 1 to 4 ranks, and compiled
+functions with eager ones.
 """
 
 import sys
@@ -31,7 +31,7 @@ NEAREST = Config(4, 64, "nearest", "sra")
 
 
 class Group:
-    """The ranks 0 to size - 1, and what each of them draws first after manual_seed(rank)."""
+    """The ranks 0 to size - 1, and their first seeds after manual_seed(rank)."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group, self.rank, self.size = group, group.rank(), group.size()
@@ -42,7 +42,7 @@ class Group:
 
 
 def scattered(xs: Sequence[torch.Tensor], config: Config, **options: Any) -> list[torch.Tensor]:
-    """Return each rank's block by the oracle."""
+    """Return each rank's block, computed by the oracle."""
     segment = reference.Segment(0, len(xs[0]) // len(xs), config.bits, config.bucket_size)  # pyright: ignore[reportArgumentType]
     return list(
         map(
@@ -53,7 +53,7 @@ def scattered(xs: Sequence[torch.Tensor], config: Config, **options: Any) -> lis
 
 
 def gathered(xs: Sequence[torch.Tensor], config: Config, **options: Any) -> torch.Tensor:
-    """Return what every rank gets by the oracle."""
+    """Return the gathered values, computed by the oracle."""
     segment = reference.Segment(0, len(xs[0]), config.bits, config.bucket_size)  # pyright: ignore[reportArgumentType]
     return tc.from_numpy(
         np.asarray(reference.all_gather(list(map(tc.to_numpy, xs)), [segment], **options))
@@ -84,7 +84,7 @@ def values(group: Group) -> None:
 
 
 def shapes(group: Group) -> None:
-    """Strided tensors; a scalar; keywords that override a config."""
+    """Test strided tensors, a scalar, and keywords that override a config."""
     xs = [x.reshape(30, 40 * group.size).t() for x in group.inputs(1200 * group.size)]
     y = reduce_scatter(xs[group.rank], config=NEAREST, bits=8, group=group.group)
     assert y.shape == (40, 30) and y.is_contiguous()
@@ -101,7 +101,7 @@ def shapes(group: Group) -> None:
 
 
 def residuals(group: Group) -> None:
-    """Two steps, against numpy."""
+    """Compare two steps with numpy."""
     comm = groups.communicator_of(group.group)
     for dtype in DTYPES:
         kept = tc.values(group.rank, 700 * group.size, dtype, call=9) / 8
@@ -119,7 +119,7 @@ def residuals(group: Group) -> None:
 
 
 def gradients(group: Group) -> None:
-    """Each verb's is the other one; compressed in the same way."""
+    """Check that reduce_scatter and all_gather are each other's gradient, equally compressed."""
     upward = group.inputs(600 * group.size, call=1)
     blocks = group.inputs(600, call=2)
     for op in ("sum", "avg"):
@@ -134,8 +134,11 @@ def gradients(group: Group) -> None:
     assert x.grad is not None and tc.same_bits(x.grad, want), group.size
 
 
-def gradients_as_torch(group: Group) -> None:
-    """With 32 bits; the residual's gradient is that of x; second derivatives."""
+def gradients_match_torch(group: Group) -> None:
+    """Compare 32-bit gradients with torch's: residuals, second derivatives.
+
+    The gradient of the residual is that of x.
+    """
 
     def through(function: Callable[[torch.Tensor], torch.Tensor], numel: int) -> list[torch.Tensor]:
         x = tc.values(group.rank, numel).requires_grad_()
@@ -176,7 +179,7 @@ def gradients_as_torch(group: Group) -> None:
 
 
 def compressed_gradients(group: Group) -> None:
-    """A message for each dtype and config; vectors exact; names of dicts, lists and tensors."""
+    """Check one message per dtype and config, exact vectors, names in dicts, lists and tensors."""
     shapes = {"head.weight": (30, 40), "weight": (20, 50), "bias": (50,), "half": (10, 20)}
     upward = {
         name: [tc.values(r, int(np.prod(shape)), call=i) for r in range(group.size)]
@@ -225,7 +228,7 @@ GLOBAL = Config(3, 64, "nearest")
 
 
 def all_three(x: torch.Tensor, config: Config, group: str) -> torch.Tensor:
-    """Each verb, and each way to come by a config."""
+    """Call each verb, with each form of a config."""
     y = all_reduce(2 * x.relu(), "avg", config=config, group=group)
     y = reduce_scatter(2 * y, config=GLOBAL, group=group)
     y = all_gather(2 * y, config=Config(bits=8, rounding="nearest"), group=group)
@@ -271,8 +274,8 @@ def compiled_gradients(group: Group) -> None:
     assert all(map(tc.same_bits, *results))
 
 
-def compiled_over(group: Group) -> None:
-    """A process group as an argument; str(config) in the graph; another config compiles again."""
+def compiled_with_group_argument(group: Group) -> None:
+    """Compile with a process group argument, str(config) in the graph, and changing configs."""
 
     @torch.compile(fullgraph=True, backend="aot_eager")
     def step(x: torch.Tensor, config: Config, where: Any) -> tuple[torch.Tensor, str]:
@@ -356,12 +359,12 @@ def bad_calls() -> None:
         compress_grads(x, rules=[("a", 8)])  # type: ignore[arg-type]
 
 
-def nothing() -> None:
-    """A rank outside of a group has no part in its checks."""
+def skipped() -> None:
+    """Stand in for the checks on a rank outside of the group."""
 
 
-CHECKS = [values, shapes, residuals, gradients, gradients_as_torch, compressed_gradients]
-ON_TWO = [compiled, compiled_gradients, compiled_over]
+CHECKS = [values, shapes, residuals, gradients, gradients_match_torch, compressed_gradients]
+ON_TWO = [compiled, compiled_gradients, compiled_with_group_argument]
 
 
 def main() -> None:
@@ -373,7 +376,7 @@ def main() -> None:
     for size, members in enumerate(groups, 1):
         mine = Group(members) if isinstance(members, dist.ProcessGroup) else None
         for check in CHECKS + (ON_TWO if size == 2 else []):
-            on_group = partial(check, mine) if mine and dist.get_rank() < size else nothing
+            on_group = partial(check, mine) if mine and dist.get_rank() < size else skipped
             by_name[f"{check.__name__} on {size}"] = on_group
     checks.run(by_name | checks.named(group_forms, bad_calls), sys.argv[1:])
     dist.destroy_process_group()

@@ -1,7 +1,7 @@
-"""Rank program: hooks with methods of their own, and what PyTorch builds around hooks.
+"""Rank program: PowerSGD, Deep Gradient Compression, and PyTorch's features around hooks.
 
-PowerSGD, Deep Gradient Compression; PyTorch's wrappers and optimizers, post-local SGD, optimizers
-that average by themselves; outer loops; several of all these at once; steps that fail.
+Covers PyTorch's wrappers and optimizers, post-local SGD, averaging optimizers, outer loops,
+combinations of these, and steps that fail.
 """
 
 import checks

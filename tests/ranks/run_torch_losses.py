@@ -1,8 +1,8 @@
-"""Rank program: 50 steps of every method that JAX has too, for JAX to do again.
+"""Rank program: record 50 steps of every method that JAX has too, for comparison with JAX.
 
     mpirun -np 2 python run_torch_losses.py FOLDER
 
-FOLDER gets a file of each, <name>.npz: the first weights by name, "batches" (steps, ranks,
+Writes FOLDER/<name>.npz for each method: the initial weights by name, "batches" (steps, ranks,
 examples, features) and "losses" (steps, ranks).
 """
 
@@ -26,7 +26,7 @@ STEPS, SHIFT = range(50), 0.1  # between ranks' data
 
 
 def record(name: str, model: nn.Module, optimizer: Any, decay: float = 1.0) -> None:
-    """Train, on features of which each is `decay` times the one before."""
+    """Train on features, each of which is `decay` times the one before."""
     module = getattr(model, "module", model)
     weights = {of: x.numpy().copy() for of, x in module.state_dict().items()}
     losses = []
@@ -62,7 +62,7 @@ def optimizers_that_average() -> None:
 
 
 def outer_loops() -> None:
-    """Of each loop the first parameters, what inner steps add, and what ranks have in the end."""
+    """Record each loop's initial and final parameters, and the updates of its inner steps."""
     for name, make in torch_hooks.diloco.IN_BOTH.items():
         model = network()
         loop = make(model)

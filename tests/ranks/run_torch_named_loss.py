@@ -1,7 +1,7 @@
-"""Rank program: rank 1 is killed, and the others call torch's own collectives over "cgx".
+"""Rank program: rank 1 is killed while the others call torch's own collectives over "cgx".
 
-Launched without mpirun, on 3 ranks. gloo reports an address; the error must begin with the rank.
-Each case uses its own group. All ranks call it once there before the loss.
+Started without mpirun, on 3 ranks. gloo reports an address, but the error must begin with the rank.
+Each case uses its own group, on which all ranks make one call before the loss.
 """
 
 import datetime
@@ -19,11 +19,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from cgx_ops.torch.backend import errors
 
-dist: Any = torch.distributed  # its annotations are of internals
+dist: Any = torch.distributed  # its annotations refer to torch internals
 
 
 def buffers_of_batch_norm(group: Any) -> Callable[[], object]:
-    """Rank 0 broadcasts them in forward; what it does not reach, backward's allreduce does."""
+    """Broadcast buffers from rank 0 in forward; backward's allreduce fails if this did not."""
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
     wrapper = DistributedDataParallel(model, process_group=group)
     return lambda: wrapper(torch.randn(4, 8)).sum().backward()
@@ -60,7 +60,7 @@ def sends(group: Any) -> Callable[[], object]:
 
 
 def until_it_fails(call: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 40  # before the group's
+    deadline = time.monotonic() + 40  # earlier than the group's deadline
     while time.monotonic() < deadline:
         call()
 

@@ -1,7 +1,7 @@
-"""Rank program: errors of groups, tensors and layers that could be added up are independent.
+"""Rank program: quantization errors that may add up are independent.
 
-Four ranks in two groups of two. Every rank has the same values and the same seed, so that whatever
-noise two results share shows.
+Compares groups, tensors and layers, on four ranks in two groups of two. Every rank has the same
+values and the same seed, so that shared noise is visible.
 """
 
 import datetime
@@ -44,7 +44,7 @@ def by_backend(group: dist.ProcessGroup = PAIR) -> torch.Tensor:
 
 
 class Layers(nn.Module):
-    """Two layers whose gradients are equal."""
+    """Model with two layers whose gradients are equal."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class Layers(nn.Module):
 
 
 def gradients(carrier: Any) -> list[torch.Tensor]:
-    """Return both layers' averages over all ranks, in buckets of their own."""
+    """Return both layers' averages over all ranks, each from a separate bucket."""
     model = DistributedDataParallel(Layers(), bucket_cap_mb=1)
     state = ddp.QuantizedAllreduceState(None, SRA, carrier=carrier)
     model.register_comm_hook(state, ddp.quantized_allreduce_hook)
@@ -70,31 +70,33 @@ def of_both_groups(result: torch.Tensor) -> list[Errors]:
     return [each.numpy() for each in all_of_them[::2]]
 
 
-def of_groups() -> None:
+def between_groups() -> None:
     carried = by_operator(carrier="c10d")
     assert tc.same_bits(carried, by_operator())
     for result in (by_operator(), carried, by_backend()):
         check_independent(*of_both_groups(result))
 
 
-def of_groups_of_the_same_ranks() -> None:
-    """From whose options both take their seed."""
+def between_groups_of_the_same_ranks() -> None:
+    """Both groups take their seed from its options."""
     check_independent(*(errors(by_backend(group), 2 * X) for group in (SAME, PAIR)))
 
 
-def of_tensors() -> None:
+def between_tensors() -> None:
     for options in ({}, {"carrier": "c10d"}):
         torch.manual_seed(0)
         pair = tc.coalesced([X, X], config=tc.SRA, **options)
         check_independent(*(errors(y, 4 * X) for y in pair))
 
 
-def of_layers() -> None:
+def between_layers() -> None:
     native, by_gloo = gradients("native"), gradients("c10d")
     assert all(tc.same_bits(a, b) for a, b in zip(native, by_gloo, strict=True))
     check_independent(*(errors(y.reshape(-1), X) for y in native))
 
 
-checks.run(checks.named(of_groups, of_groups_of_the_same_ranks, of_tensors, of_layers))
+checks.run(
+    checks.named(between_groups, between_groups_of_the_same_ranks, between_tensors, between_layers)
+)
 dist.barrier()
 dist.destroy_process_group()

@@ -1,9 +1,9 @@
-"""Rank program: whatever a compiler does to a rank's program, ranks start the same collectives.
+"""Rank program: ranks start the same collectives, however a compiler changes their programs.
 
-Unused results, equal calls, and independent calls that each rank uses in another order. Calls have
-no name, so that an order that differs is an error, and a call that is missing a late peer.
+Tests unused results, equal calls, and independent calls that each rank uses in a different order.
+Calls have no names, so a different order is an error, and a missing call is a late peer.
 
-    run_torch_order.py RUNS     of unused results: 12 have every combination
+        run_torch_order.py RUNS     number of runs with unused results: 12 cover every combination
 """
 
 import sys
@@ -20,7 +20,7 @@ RANK, SIZE = cgx_ops.rank(), cgx_ops.size()
 
 
 def on_all_ranks(value: int) -> bool:
-    """Tell whether every rank has this value."""
+    """Return whether every rank has this value."""
     x = torch.tensor([float(value)])
     return tc.allreduce(x, 32, op="min").item() == tc.allreduce(x, 32, op="max").item()
 
@@ -33,7 +33,7 @@ def count(call: Callable[[], object]) -> int:
 
 
 def unused_results() -> None:
-    """Rank 0 uses the result and rank 1 does not: each program is compiled from the start."""
+    """Check that rank 0 uses the result and rank 1 does not, with fresh compilations."""
     for run in range(int(sys.argv[1])):
         torch._dynamo.reset()
         grad = run % 2 == 0
@@ -53,7 +53,7 @@ def unused_results() -> None:
 
 
 def equal_calls() -> None:
-    """Two equal calls stay two or become one; on every rank alike, whoever uses them."""
+    """Check that two equal calls stay two or become one, on all ranks the same."""
     for rounding in ("nearest", "stochastic"):
         for grad in (False, True):
 
@@ -73,7 +73,7 @@ def equal_calls() -> None:
 
 
 def independent_calls() -> None:
-    """Calls of three sizes, consumed in an order of each rank's own."""
+    """Make calls of three sizes, used in a different order on each rank."""
 
     def step(x: torch.Tensor) -> torch.Tensor:
         parts = [tc.allreduce(x[: 100 + i] * (i + 1), 32) for i in range(2)]

@@ -1,11 +1,11 @@
-"""Rank program: runs that keep something on each rank go on on another number of ranks.
+"""Rank program: resume runs with per-rank state on a different number of ranks.
 
     mpirun -np 2 python run_torch_restart.py FOLDER save
-    mpirun -np 4 python run_torch_restart.py FOLDER load     # and any other number
+        mpirun -np 4 python run_torch_restart.py FOLDER load     # or any other number
 
-What is pending, the correction that the next average will contain, is the mean of the ranks'
-residuals; so is the momentum that of their momenta. Saved are checkpoints as the ranks have them
-and consolidated ones, by torch.save and by torch.distributed.checkpoint.
+The pending correction, which the next average will contain, is the mean of the ranks' residuals.
+The momentum is the mean of their momenta. Checkpoints are saved per rank and consolidated, by
+torch.save and by torch.distributed.checkpoint.
 """
 
 import sys
@@ -34,7 +34,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 def means_of(method: Method, state: Any) -> Tensors:
-    """Return the ranks' mean of each tensor that the state keeps, in float64."""
+    """Return the ranks' mean of each tensor of the state, in float64."""
     tensors = {n: x for n, x in method.kept(state).items() if isinstance(x, torch.Tensor)}
     return {n: torch.stack(gathered(x)).double().mean(0) for n, x in sorted(tensors.items())}
 
@@ -49,7 +49,7 @@ def save(method: Method, folder: Path) -> None:
     after = means_of(method, state)
     assert before.keys() == after.keys()
     for name, mean in before.items():
-        # A sum of `SIZE` numbers, divided: as many roundings.
+        # A sum of `SIZE` numbers, divided: that many roundings.
         bound = mean.abs() * SIZE * 2.0**-23
         assert ((after[name] - mean).abs() <= bound + 1e-30).all(), name
         identical_on_all_ranks(method.kept(state)[name])
@@ -59,7 +59,7 @@ def save(method: Method, folder: Path) -> None:
         torch.save(state.state_dict(), folder / "consolidated.pt")
         torch.save(after, folder / "means.pt")
     backward(model, 5)
-    assert not state.residuals.consolidated, "ranks have their own again"
+    assert not state.residuals.consolidated, "after a step, ranks have separate residuals again"
     assert f"rank {RANK} of {SIZE}" in state.state_dict()["residuals"]
 
 
@@ -70,16 +70,17 @@ def load(method: Method, goes_on: Callable[[nn.Module, Tensors, Tensors], None],
         if form == "torch":
             state.load_state_dict(torch.load(folder / "consolidated.pt"))
         else:
-            state.consolidate()  # asks for those of all ranks
+            state.consolidate()  # requests a consolidated checkpoint
             dcp_load({"cgx": state}, checkpoint_id=folder / "dcp")
         assert state.steps == 5
         same(means_of(method, state), want, form)
-        # Of gradients of zero, averages and what is pending then are what was pending.
+        # With zero gradients, the next average and the new pending correction add up to the old
+        # one.
         backward(model, 0, scale=0.0)
         goes_on(model.module, want, means_of(method, state))
         identical_on_all_ranks(train(model, range(5, 8))[-1])
 
-    # What was not consolidated is two ranks' own.
+    # The unconsolidated checkpoint belongs to two ranks.
     model, state = method.hooked()
     state.load_state_dict(torch.load(folder / f"own-{RANK % 2}.pt").state_dict())
     words = f"of 2, but this is rank {RANK} of {SIZE}"
@@ -114,8 +115,8 @@ def quantized_goes_on(model: nn.Module, old: Tensors, new: Tensors) -> None:
     for name, average in averages_of(model).items():
         if f"e {name}" in old:
             mean, left = old[f"e {name}"], new[f"e {name}"]
-            # Each rank's value passes at most 2 (SIZE + 3) operations of fp32, each off by 2^-24 of
-            # a number that is no larger than all ranks' together.
+            # Each rank's value passes at most 2 (SIZE + 3) operations of fp32, each with an error
+            # of at most 2^-24 times the sum over all ranks.
             largest = SIZE * (average.abs() + mean.abs() + left.abs())
             bound = 2 * (SIZE + 3) * 2.0**-24 * largest
             assert ((average + left - mean).abs() <= bound).all(), name
@@ -125,7 +126,7 @@ def power_sgd_goes_on(model: nn.Module, old: Tensors, new: Tensors) -> None:
     for name, average in averages_of(model).items():
         if f"e {name}" in old:
             mean, left = old[f"e {name}"], new[f"e {name}"]
-            largest = mean.norm()  # of a column, at most
+            largest = mean.norm()  # upper bound for a column
             assert ((average + left - mean).abs() <= 64 * 2.0**-24 * largest).all(), name
 
 

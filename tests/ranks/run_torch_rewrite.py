@@ -1,9 +1,9 @@
-"""Rank program for torchrun: compress_collectives() on all the ways to an all-reduce in a graph.
+"""Rank program for torchrun: compress_collectives() on all kinds of all-reduce in a graph.
 
     run_torch_rewrite.py SALT CHECK...
 
-There are two groups: one without a communicator, "over gloo", and one with, "over cgx".
-SALT: a text that no run had before; it keeps graphs of earlier runs out of this one's caches.
+There are two groups: "over gloo" has no communicator, "over cgx" has one.
+SALT: a text that is new in each run; it keeps cached graphs of earlier runs out.
 """
 
 import itertools
@@ -37,14 +37,14 @@ from cgx_ops.torch.graph.rewrite import NothingRewritten, compress_collectives
 
 NEAREST = Config(bits=3, bucket_size=64, rounding="nearest", algorithm="sra")
 SALT = [sys.argv[1]]
-COMMUNICATOR: list[str] = []  # the name of one over all ranks
+COMMUNICATOR: list[str] = []  # the name of a communicator of all ranks
 
 Group = dist.ProcessGroup
 Step = Callable[[torch.Tensor], Any]
 
 
 class Count(CustomGraphPass):
-    """A pass of the user's: counts the native all-reduces it is shown."""
+    """User-defined pass that counts the native all-reduces in its graph."""
 
     def __init__(self) -> None:
         self.seen = 0
@@ -72,7 +72,7 @@ def compiled(function: Step, **options: Any) -> Step:
 
 
 @contextmanager
-def says(*texts: str) -> Iterator[None]:
+def warns(*texts: str) -> Iterator[None]:
     """Check that the block warns once, with these texts."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -83,7 +83,7 @@ def says(*texts: str) -> Iterator[None]:
         assert text in messages[0], messages[0]
 
 
-# ---- the ways to an all-reduce -------------------------------------------------------------------
+# ---- forms of an all-reduce ----------------------------------------------------------------------
 
 
 def functional_collectives(group: Group) -> None:
@@ -104,7 +104,7 @@ def functional_collectives(group: Group) -> None:
 
 
 def compressors(group: Group) -> None:
-    """Each gives what cgx_ops gives, whoever carries the bytes."""
+    """Check that each compressor gives cgx_ops' result with either carrier."""
     _, x = inputs()
     ours = cgx_ops.Communicator.find(COMMUNICATOR[0])
     for config in (
@@ -154,10 +154,10 @@ def distributed_tensor(group: Group) -> None:
 
 
 def data_parallel(group: Group) -> None:
-    """DDP whose reducer is in the graph: forward and backward are compiled, and the gradients.
+    """Compile DDP's forward and backward with its reducer in the graph.
 
-    Torch fuses them by concatenation, in an order of its own. Values are small integers: a product
-    has the same bits in whatever order it is summed.
+    Torch fuses gradients by concatenation, in its own order. Values are small integers, so that a
+    product has the same bits in any order of summation.
     """
     everyone, _ = inputs(32 * 40)
     batches = [x.reshape(32, 40).round() for x in everyone]
@@ -187,11 +187,11 @@ def data_parallel(group: Group) -> None:
     ]
     got = [torch.cat([grads[i].flatten() for i in order]) for order in orders]
     assert any(map(tc.same_bits, got, wants))
-    inductor_config._fuse_ddp_communication = False  # DDP has set it for good
+    inductor_config._fuse_ddp_communication = False  # DDP has set it permanently
 
 
 def planned(group: Group) -> None:
-    """All-reduces of one group are one message, but for one that needs another's result."""
+    """Check that all-reduces of a group share a message, except one that needs another's result."""
     everyone, x = inputs()
     plan = Plan(("a", "b", "c", "d"), (2000, 1300, 1500, 1700), (4,) * 4, ((3,), (2, 1, 0)))
 
@@ -217,11 +217,11 @@ def planned(group: Group) -> None:
         assert code.count("all_to_all_single.default(") == 3
 
 
-# ---- noise, choice, other passes, caches ---------------------------------------------------------
+# ---- noise, selection, other passes, caches ------------------------------------------------------
 
 
 def noise(group: Group) -> None:
-    """Two calls have noise of their own, manual_seed repeats it, and ranks agree on the result."""
+    """Check that two calls draw different noise, manual_seed repeats it, and ranks agree."""
 
     def step(x: torch.Tensor) -> torch.Tensor:
         twins = [functional.all_reduce(x * 1, "sum", group) for _ in range(2)]
@@ -236,7 +236,7 @@ def noise(group: Group) -> None:
             first = call(x.requires_grad_(grad)).detach()
         torch.manual_seed(dist.get_rank())
         assert tc.same_bits(call(x).detach(), first)
-        # Torch merges equal all-reduces of a training graph, before any pass of ours.
+        # Torch merges equal all-reduces of a training graph before our passes run.
         assert rewrite.rewritten == (1 if tc.same_bits(first[0], first[1]) else 2)
         seeds = [tc.drawn_seeds(r, 2) for r in range(len(everyone))]
         wants = [
@@ -247,8 +247,8 @@ def noise(group: Group) -> None:
             assert any(tc.same_bits(y, want) for want in wants), "not the oracle's noise"
 
 
-def choice(group: Group) -> None:
-    """What is left out stays exact, is counted, and said if nothing else is left."""
+def selection(group: Group) -> None:
+    """Check that skipped all-reduces stay exact and are counted; a warning if all are skipped."""
 
     def step(x: torch.Tensor, op: str = "sum") -> torch.Tensor:
         return functional.all_reduce(x * 1, op, group) * 1
@@ -263,22 +263,22 @@ def choice(group: Group) -> None:
     ]
     for options, arguments, text in cases:
         with (
-            says("no all-reduce of 1 compiled graphs matched", text),
+            warns("no all-reduce of 1 compiled graphs matched", text),
             compress_collectives(NEAREST, **options) as rewrite,
         ):
             y = compiled(step)(x, **arguments)  # type: ignore[call-arg]
         assert rewrite.rewritten == 0
         assert torch.equal(y, tc.allreduce(x, 32, 512, arguments.get("op", "sum"), name,
                                            carrier="c10d"))  # fmt: skip
-    with says(), compress_collectives(NEAREST, groups=[group], min_numel=2000) as rewrite:
+    with warns(), compress_collectives(NEAREST, groups=[group], min_numel=2000) as rewrite:
         compiled(step)(x)
     assert rewrite.rewritten == 1
-    with says("a dynamic size"), compress_collectives(NEAREST):
+    with warns("a dynamic size"), compress_collectives(NEAREST):
         torch._dynamo.reset()
         torch.compile(step, fullgraph=True, dynamic=True)(x)
 
 
-def says_why(group: Group) -> None:
+def warns_with_reason(group: Group) -> None:
     def step(x: torch.Tensor) -> torch.Tensor:
         return functional.all_reduce(x * 1, "sum", group) * 1
 
@@ -286,17 +286,17 @@ def says_why(group: Group) -> None:
     call = compiled(step)
     call(x)
     with (
-        says("no graph was compiled in the block", "torch._dynamo.reset()", "python_reducer"),
+        warns("no graph was compiled in the block", "torch._dynamo.reset()", "python_reducer"),
         compress_collectives(NEAREST),
     ):
         call(x)
     model = DistributedDataParallel(torch.nn.Linear(64, 64), process_group=group)
     with (
-        says("none with an all-reduce", "optimize_ddp", "cgx_ops.torch.ddp"),
+        warns("none with an all-reduce", "optimize_ddp", "cgx_ops.torch.ddp"),
         compress_collectives(NEAREST),
     ):
         torch.compile(lambda x: model(x * 2).sum())(torch.ones(2, 64)).backward()
-    with says():
+    with warns():
         try:
             with compress_collectives(NEAREST):
                 raise KeyError
@@ -330,15 +330,17 @@ def as_an_option_and_chained(group: Group) -> None:
                 assert tc.same_bits(compiled(step)(x), expected(everyone))
             assert inductor_config.post_grad_custom_post_pass == before
         assert rewrite.rewritten == 1
-    assert users.seen == 1 + takes_lists, "the user's pass comes first, and sees torch's all-reduce"
+    assert users.seen == 1 + takes_lists, (
+        "the user's pass must run first and see torch's all-reduce"
+    )
     outer, inner = (compress_collectives(NEAREST, min_numel=n) for n in (5000, 0))
-    with says("none with an all-reduce"), outer, inner:
+    with warns("none with an all-reduce"), outer, inner:
         compiled(step)(torch.cat([x] * 3))
-    assert (outer.rewritten, inner.rewritten) == (1, 0), "the outer block has taken it"
+    assert (outer.rewritten, inner.rewritten) == (1, 0), "the outer block must rewrite it"
 
 
 def caches(group: Group) -> None:
-    """A cached graph is found by equal settings only, and counts as rewritten."""
+    """Check that only equal settings find a cached graph, and that it counts as rewritten."""
 
     def step(x: torch.Tensor) -> torch.Tensor:
         return functional.all_reduce(x * 1, "sum", group) * 1
@@ -356,11 +358,11 @@ def caches(group: Group) -> None:
             assert tc.same_bits(y, expected(everyone, bits=bits)), bits
             dist.barrier(group)
         y = compiled(step)(x)
-        assert torch.equal(y, expected(everyone, bits=32)), "torch's own, exact"
+        assert torch.equal(y, expected(everyone, bits=32)), "must be torch's exact all-reduce"
 
 
 def generated_code(group: Group) -> None:
-    """Native: a collective of inductor's, waited for where it was. Carried: two exchanges."""
+    """Check the generated code: one inductor collective if native, two exchanges if carried."""
 
     def step(x: torch.Tensor) -> torch.Tensor:
         y = functional.all_reduce(x * 2, "sum", group)
@@ -381,7 +383,7 @@ def generated_code(group: Group) -> None:
 
 
 def overlap(group: Group) -> None:
-    """With inductor's passes: products that need no result stand between start and wait."""
+    """Check that inductor's passes put independent products between start and wait."""
 
     def step(x: torch.Tensor) -> list[torch.Tensor]:
         y = functional.all_reduce(x * 2, "sum", group)
@@ -407,8 +409,15 @@ def has_communicator(group: Group) -> bool:
     return group.group_name != dist.group.WORLD.group_name  # type: ignore[union-attr]
 
 
-CHECKS = [functional_collectives, in_place_and_half, distributed_tensor, noise, choice]
-CHECKS += [as_an_option_and_chained, caches, says_why, generated_code, overlap, data_parallel]
+CHECKS = [functional_collectives, in_place_and_half, distributed_tensor, noise, selection]
+CHECKS += [
+    as_an_option_and_chained,
+    caches,
+    warns_with_reason,
+    generated_code,
+    overlap,
+    data_parallel,
+]
 CHECKS += [compressors, planned]
 
 

@@ -1,10 +1,10 @@
-"""torchrun on several hosts, without MPI: DDP, FSDP2, sub-groups, and the group made again.
+"""Rank program: torchrun on several hosts, without MPI: DDP, FSDP2, subgroups, and a restart.
 
     torchrun --nnodes 2 ... run_torchrun_hosts.py [NOTE]
 
-NOTE: a file that is not there yet; the last rank makes it and ends itself in the middle of its
-training, so that torchrun starts all of them again. Prints one line of JSON: the host, the
-transport, the ratio of bytes, and digests of what must be equal on all ranks.
+NOTE: a file that does not exist yet. The last rank creates it and ends in the middle of its
+training, so that torchrun restarts all ranks. Prints one line of JSON: the host, the
+transport, the compression ratio, and digests of values that must be equal on all ranks.
 """
 
 import hashlib
@@ -28,7 +28,7 @@ OPTIONS = BackendOptions(Config(bits=4))
 
 
 def digest(module: torch.nn.Module) -> str:
-    """Of the whole parameters, wherever their shards are."""
+    """Return a digest of the full parameters, sharded or not."""
     hashed = hashlib.sha256()
     for parameter in module.parameters():
         whole = getattr(parameter, "full_tensor", lambda parameter=parameter: parameter)()
@@ -76,7 +76,7 @@ def main() -> None:
         if rank == size - 1:
             Path(sys.argv[1]).touch()
             os._exit(3)
-        train_all()  # raises: a rank is gone
+        train_all()  # raises, because a rank is lost
     comm = Communicator.find(dist.group.WORLD.group_name)  # type: ignore[union-attr]
     stats = comm.stats()
     pair = dist.new_group([0, size - 1])
@@ -94,9 +94,9 @@ def main() -> None:
         "ratio": stats.ratio,
         "first": first,
         "again": again,
-        "ranks": cgx_ops.size(),  # of the launcher, now that there is no group
+        "ranks": cgx_ops.size(),  # the launcher's ranks, because the group is destroyed
     }
-    # In one piece: ranks of a host write into one pipe.
+    # Write in one piece, because the ranks of a host share a pipe.
     sys.stdout.write(json.dumps(said) + "\n")
 
 

@@ -1,6 +1,6 @@
-"""Rank 1 has few descriptors left while a group is made: prints what connects the ranks.
+"""Print the transport of a group created while rank 1 has few file descriptors left.
 
-Argument: how many are left.
+Argument: the number of descriptors left.
 """
 
 import os
@@ -13,7 +13,7 @@ import cgx_ops
 
 left = int(sys.argv[1])
 world = cgx_ops.init()
-world.allreduce(np.ones(100_000, np.float32))  # MPI has the connections that it needs
+world.allreduce(np.ones(100_000, np.float32))  # MPI now has all the connections that it needs
 before = resource.getrlimit(resource.RLIMIT_NOFILE)
 if world.rank == 1:
     top = max(map(int, os.listdir("/proc/self/fd")))

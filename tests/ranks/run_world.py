@@ -1,4 +1,4 @@
-"""Every public call of numpy and PyTorch that communicates, without naming a group.
+"""Make every public call of numpy and PyTorch that communicates, without passing a group.
 
     run_world.py none|cgx|gloo|cpu:gloo
 
@@ -35,7 +35,7 @@ CGX = torch.ops.cgx
 
 
 def mine(numel: int = 600) -> torch.Tensor:
-    """Return a constant, which few bits carry exactly."""
+    """Return a constant tensor, which a few bits represent exactly."""
     return torch.full((numel,), float(RANK))
 
 
@@ -95,7 +95,7 @@ def network() -> nn.Module:
 
 
 def equal_on_all_ranks(model: nn.Module) -> None:
-    """Check weights that were trained on data of each rank's own."""
+    """Check that weights trained on different data are equal on all ranks."""
     shards = [getattr(p, "full_tensor", lambda p=p: p)() for p in model.parameters()]
     weights = torch.cat([p.detach().flatten() for p in shards])
     everyones = [torch.empty_like(weights) for _ in range(SIZE)]
@@ -153,7 +153,7 @@ def main() -> None:
         numpy_calls()
         operators()
         return
-    if PLACE.host:  # a world that was used before the group is not used after it
+    if PLACE.host:  # a world used before the group exists is not used after it
         assert cgx_ops.init().name == "world"
     dist.init_process_group(BACKEND)
     assert cgx_ops.init().name != "world"
@@ -173,7 +173,7 @@ def main() -> None:
     outer_loops()
     dist.destroy_process_group()
     if not {"TORCHELASTIC_RUN_ID", "OMPI_COMM_WORLD_SIZE"} & set(os.environ):
-        return  # a rank could meet the old group's store at the same port
+        return  # a rank could connect to the old group's store at the same port
     dist.init_process_group(BACKEND)  # a group of the same name gets a new communicator
     numpy_calls()
     dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""Every public call of JAX that communicates, in processes that JAX was not told of.
+"""Make every public call of JAX that communicates, in processes that JAX was not configured for.
 
     run_world_jax.py refused|single|initialized
 
@@ -40,7 +40,7 @@ def over_mesh(body: Callable[[Any], Any], out: Any = ALL) -> Any:
 
 
 def loss(weights: Any, x: Any) -> Any:
-    return (weights * x).mean()  # of which the gradient is x / 600
+    return (weights * x).mean()  # its gradient is x / 600
 
 
 def gradients(body: Callable[[Any, Any], Any]) -> Callable[[Any], Any]:

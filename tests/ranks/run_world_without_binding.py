@@ -1,4 +1,4 @@
-"""Rank program: numpy's calls reach torch's default group though nothing imported cgx_ops.torch."""
+"""Rank program: numpy calls use torch's default group even if cgx_ops.torch is not imported."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""A folder that all ranks of a rank program know, for checkpoints."""
+"""A folder shared by all ranks of a rank program, for checkpoints."""
 
 import contextlib
 import shutil
@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 @contextlib.contextmanager
 def folder_of_all() -> Iterator[str]:
-    """Have rank 0 make a folder; it is gone when all ranks of the default group have left."""
+    """Create a folder on rank 0; delete it when all ranks of the default group have left."""
     names: list[Any] = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(names)
     yield names[0]

@@ -1,4 +1,4 @@
-"""Checks: every refused call, on every rank, each followed by a collective that works."""
+"""Checks of invalid calls, made on every rank, each followed by a collective that works."""
 
 import re
 
@@ -12,7 +12,7 @@ import cgx_ops
 SIZE = cgx_ops.size()
 
 
-def whole() -> None:
+def check_collective() -> None:
     """Check that the communicator of all ranks still works."""
     assert tc.allreduce(torch.ones(20), 32).tolist() == [SIZE] * 20
 
@@ -25,22 +25,22 @@ def bad_calls() -> None:
             assert re.search(text, str(error), re.DOTALL), (case, str(error))
         else:
             raise AssertionError(f"{case}: not refused")
-        whole()
+        check_collective()
 
 
-def ranks_that_disagree() -> None:
-    """An error on all, and the communicator is still whole."""
+def mismatched_ranks() -> None:
+    """Check that all ranks get an error and the communicator still works."""
     try:
         tc.allreduce(torch.ones(100 + cgx_ops.rank()))
     except torch.distributed.DistBackendError as error:
         assert all(str(100 + rank) in str(error) for rank in range(SIZE)), str(error)
     else:
         raise AssertionError("different shapes: no error")
-    whole()
+    check_collective()
 
 
-def while_a_compiler_traces() -> None:
-    """In its wrapping, the same on every rank."""
+def bad_call_while_tracing() -> None:
+    """Check that the tracer's exception contains the error, the same on every rank."""
     try:
         torch.compile(lambda x: tc.allreduce(x, 9), fullgraph=True, backend="aot_eager")(
             torch.ones(9)
@@ -49,7 +49,7 @@ def while_a_compiler_traces() -> None:
         assert "bits is 9; it must be an integer from 1 to 8, or 32" in str(error), str(error)
     else:
         raise AssertionError("compiled: not refused")
-    whole()
+    check_collective()
 
 
-CHECKS = [bad_calls, ranks_that_disagree, while_a_compiler_traces]
+CHECKS = [bad_calls, mismatched_ranks, bad_call_while_tracing]

@@ -1,4 +1,4 @@
-"""What rank programs about training share: a model, its data, steps, one that cannot start."""
+"""Helpers of rank programs about training: a model, its data, steps, and a failing start."""
 
 import os
 from typing import Any, NoReturn
@@ -10,19 +10,19 @@ from torch import nn
 from cgx_ops import Communicator
 from cgx_ops.torch.graph import work
 
-# mpirun's, which are known before torch's are.
+# The ranks of mpirun, which are known before torch's.
 RANK, SIZE = (int(os.environ[f"OMPI_COMM_WORLD_{name}"]) for name in ("RANK", "SIZE"))
 
 
 def network(dtype: torch.dtype = torch.float32) -> nn.Module:
-    """Return three matrices, two of one shape, and three vectors."""
+    """Return a model with three matrices, two of equal shape, and three vectors."""
     torch.manual_seed(0)
     layers = [nn.Linear(24, 24), nn.Tanh(), nn.Linear(24, 24), nn.Tanh(), nn.Linear(24, 8)]
     return nn.Sequential(*layers).to(dtype)
 
 
 def batch(rank: int, step: int, shift: float = 0.0, decay: float = 1.0) -> torch.Tensor:
-    """Return 32 examples; their mean is `shift` times the rank; a feature decays to the next."""
+    """Return 32 examples with mean `shift` times the rank; features decay by `decay`."""
     generator = torch.Generator().manual_seed(100 * step + rank)
     return (torch.randn(32, 24, generator=generator) + shift * rank) * decay ** torch.arange(24.0)
 
@@ -66,6 +66,6 @@ def identical_on_all_ranks(x: torch.Tensor) -> None:
 
 
 def refused_start(comm: Communicator, *_: Any, name: str, **__: Any) -> NoReturn:
-    """Be work.start() or start_apart() on a rank that gets no thread; others hear of it."""
+    """Replace work.start() or start_apart() on a rank without a thread; notify the other ranks."""
     work.refuse(comm, name, -1, "no thread")
     raise dist.DistBackendError("no thread")

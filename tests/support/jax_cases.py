@@ -254,7 +254,7 @@ def same_bits(a: Any, b: Any) -> bool:
     return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
 
 
-# ---- the programs that show that order does not matter ------------------------------------------
+# ---- the programs that show that order does not matter -------------------------------------------
 #
 # Each takes (CALLS, NUMEL) values on a device and sums them call by call over the axis "d".
 

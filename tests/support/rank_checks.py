@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ranks.checks import is_of
+from ranks.checks import matches_name
 
 from support import launch
 
@@ -55,10 +55,12 @@ class Launch:
         self.n, self.program = n, program
         self.names = names_in(program) if names is None else names
         for pattern in patterns:
-            if not any(is_of(pattern, name) for name in self.names):
+            if not any(matches_name(pattern, name) for name in self.names):
                 raise ValueError(f"{program} has no check {pattern!r}, but {', '.join(self.names)}")
         self.chosen = [
-            name for name in self.names if any(is_of(each, name) for each in patterns or ("*",))
+            name
+            for name in self.names
+            if any(matches_name(each, name) for each in patterns or ("*",))
         ]
         self.selected: list[str] = []  # by pytest, of those chosen
         self._failures: dict[str, str] | None = None

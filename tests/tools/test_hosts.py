@@ -29,7 +29,7 @@ def three() -> Iterator[Hosts]:
         yield hosts
 
 
-# ---- links --------------------------------------------------------------------------------------
+# ---- links ---------------------------------------------------------------------------------------
 
 # A receiver says "1" at the end of each connection; the senders' clock runs until then.
 RECEIVE = """
@@ -169,7 +169,7 @@ def test_rate_that_is_none_is_refused(rate: str) -> None:
         Hosts(2, rate=rate)
 
 
-# ---- hosts --------------------------------------------------------------------------------------
+# ---- hosts ---------------------------------------------------------------------------------------
 
 
 def said(ran: subprocess.CompletedProcess[str]) -> list[dict[str, object]]:
@@ -198,7 +198,7 @@ def test_ranks_of_one_host_share_its_memory() -> None:
     assert [rank["files"] for rank in ranks] == [["rank-0", "rank-1"]] * 2
 
 
-# ---- failures -----------------------------------------------------------------------------------
+# ---- failures ------------------------------------------------------------------------------------
 
 
 def network_of(hosts: Hosts) -> str:

@@ -41,7 +41,7 @@ SLOW = Constants(
 )
 
 
-# ---- counts -------------------------------------------------------------------------------------
+# ---- counts --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("bits", range(1, 9))
@@ -102,7 +102,7 @@ def test_near_and_far_bytes(algorithm: str) -> None:
         assert work.sent == pytest.approx(apart.sent, rel=1e-12)
 
 
-# ---- prices -------------------------------------------------------------------------------------
+# ---- prices --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("ranks", [Ranks(2, 1), Ranks(8, 1), Ranks(64, 1)])
@@ -178,7 +178,7 @@ def test_ranks_share_cores() -> None:
     assert seconds(work, ranks, waiting) == 3 * (1 + 3 * 10)  # header, scatter, gather
 
 
-# ---- the fit ------------------------------------------------------------------------------------
+# ---- the fit -------------------------------------------------------------------------------------
 
 TRUE = cost_model.Machine(SLOW.rates, 2e-5, 1e-9, 3e-4, 5e-4, 2e-6, 3e-5, 7e-6, 0.93)
 
@@ -246,7 +246,7 @@ def test_auto_is_the_cores_on_hosts_of_several_ranks(hosts: int, per_host: int) 
         assert [name for name, _ in json.loads(output.splitlines()[-1])] == expected
 
 
-# ---- growth -------------------------------------------------------------------------------------
+# ---- growth --------------------------------------------------------------------------------------
 
 
 def test_growth_of_threads() -> None:

@@ -59,11 +59,11 @@ PROGRAM = "run_torch_backend.py"
 # What moves data in the core; the rest knows no transport, or is gloo's.
 OVER_MPI = ["asynchronous", "coalescing", "compression", "compressors", "data_parallel", "groups"]
 # What depends on how ranks find each other; the rest is the same code over the same transport.
-FINDING = ["other_kinds", "collectives", "objects", "point_to_point", "compression", "groups"]
-FINDING += ["sequence_numbers", "bad_input", "begin_again"]
-WRAPPED = ["exact_allreduce", "other_kinds", "collectives", "objects", "point_to_point"]
-WRAPPED += ["coalescing", "compression", "what_is_compressed", "data_parallel", "groups"]
-WRAPPED += ["sequence_numbers", "bad_input", "begin_again"]
+FINDING = ["delegated_to_gloo", "collectives", "objects", "point_to_point", "compression", "groups"]
+FINDING += ["sequence_numbers", "bad_input", "recreated_groups"]
+WRAPPED = ["exact_allreduce", "delegated_to_gloo", "collectives", "objects", "point_to_point"]
+WRAPPED += ["coalescing", "compression", "compressed_operations", "data_parallel", "groups"]
+WRAPPED += ["sequence_numbers", "bad_input", "recreated_groups"]
 
 slow, exhaustive = [pytest.mark.slow], [pytest.mark.exhaustive]
 SHM = {**tc.ENVIRONMENT, "EXPECTED_TRANSPORT": "shm"}

@@ -11,8 +11,8 @@ from support.rank_checks import Launch, RankCheck, rank_checks
 # Two compilers share two cores.
 ENVIRONMENT = {**tc.ENVIRONMENT, "CGX_TIMEOUT": "90"}
 PROGRAM = "run_torch_codecs.py"
-EACH = [f"{each}_as_numpy" for each in ("each_call", "lists", "gradients")]
-OF_SEVERAL = [*EACH, "places_follow_from_a_count", "ranks_that_differ"]
+EACH = [f"{each}_match_numpy" for each in ("single_calls", "lists", "gradients")]
+OF_SEVERAL = [*EACH, "indices_depend_on_call_index", "mismatched_settings"]
 
 
 @rank_checks(

@@ -13,7 +13,7 @@ slow, exhaustive = [pytest.mark.slow], [pytest.mark.exhaustive]
 
 
 DAILY = ["refused.*", "with_lowering", "forward_and_backward", "lists", "steps_with_feedback"]
-DAILY += ["input_left_alone", "checkpointed", "seeds", "in_place_on_the_input"]
+DAILY += ["input_memory_not_reused", "checkpointed", "seeds", "in_place_on_the_input"]
 DAILY += ["compiled_autograd"]
 LONGER = ["dynamic_shapes", "operators"]
 LONGER += ["checkpointed_in_a_whole_step"]
@@ -29,7 +29,7 @@ def test_refusals_and_results_are_those_of_eager(check: RankCheck) -> None:
 
 @rank_checks(
     Launch(
-        2, "run_torch_compile.py", "forward_and_backward", "input_left_alone",
+        2, "run_torch_compile.py", "forward_and_backward", "input_memory_not_reused",
         arguments=["--no-lowering"], marks=exhaustive, **OPTIONS,
     )
 )  # fmt: skip

@@ -12,13 +12,13 @@ from cgx_ops import InvalidArgument
 from cgx_ops.torch import fsdp
 from cgx_ops.torch.fsdp.block import Parameter
 
-FEEDBACK = ["feedback_to_the_bit", "averaged_in_eight_bits", "compressors_by_rule"]
-FEEDBACK += ["resumed_feedback_is_the_same_to_the_bit", "bad_feedback"]
-WHOSE = ["residuals_stay_with_their_parameters", "what_was_loaded_is_consolidated_alike"]
-ON_TWO = ["messages_equal_the_oracle", "what_forward_sees", "other_layouts", "training.*"]
+FEEDBACK = ["feedback_matches_reduce_scatter", "averaged_in_eight_bits", "compressors_by_rule"]
+FEEDBACK += ["resumed_feedback_is_bitwise_equal", "bad_feedback"]
+WHOSE = ["residuals_stay_with_their_parameters", "loaded_state_can_be_consolidated"]
+ON_TWO = ["messages_equal_the_oracle", "weights_in_forward", "other_layouts", "training.*"]
 ON_TWO += ["rules.*", "refusals.*", "ambient.*", *FEEDBACK, *WHOSE]
 ON_FOUR = ["messages_equal_the_oracle", "hybrid", "smaller_mesh_after_forward", *WHOSE]
-ON_FOUR += ["feedback_to_the_bit", "ambient.defaults", "a_rank_that_fails"]
+ON_FOUR += ["feedback_matches_reduce_scatter", "ambient.defaults", "failure_on_one_rank"]
 LONGER = [*FEEDBACK, "consolidated_residuals_fit_any_number_of_shards"]
 PROGRAM = "run_torch_fsdp.py"
 

@@ -11,14 +11,14 @@ from support import torch_cases as tc
 from support.rank_checks import Launch, RankCheck, rank_checks
 
 PROGRAM = "run_torch_hooks.py"
-DAILY = ["power_sgd.values.*as_the_reference", "pytorchs_trajectory_by_default"]
-DAILY += ["power_sgd.values.nothing_is_given_up", "power_sgd.state.*"]
-DAILY += ["deep_gradient.values.the_method", "deep_gradient.values.not_finite"]
+DAILY = ["power_sgd.values.*matches_reference", "pytorchs_trajectory_by_default"]
+DAILY += ["power_sgd.values.conservation", "power_sgd.state.*"]
+DAILY += ["deep_gradient.values.default_method", "deep_gradient.values.not_finite"]
 DAILY += ["deep_gradient.state.resumed", "optimizers"]
 DAILY += ["diloco.*", "diloco_ranks.*", "hooks.together.*", "hooks.again.*"]
 DAILY += ["by_name", "bad_names", "zero_redundancy", "post_local_sgd"]
-DAILY += ["optim.another_number_of_ranks"]
-DAILY += [f"hooks.*.{check}" for check in ("as_the_reference", "what_is_sent", "resumed")]
+DAILY += ["optim.resumed_on_other_rank_count"]
+DAILY += [f"hooks.*.{check}" for check in ("matches_reference", "bytes_sent", "resumed")]
 # Settings of the caller; a rank that skips a step, or fails: the deadline is 300 seconds.
 ON_THREE = [f"hooks.{each}.*" for each in ("ambient", "grad_scaler", "failing_rank", "names")]
 LONGER = ["pytorchs_trajectory_with_its_options", "residuals_stay_bounded"]

@@ -1,1 +1,1 @@
-"""The cases of run_torch_backend.py."""
+"""The checks of run_torch_backend.py."""

@@ -1,4 +1,4 @@
-"""What the cases of the backend share: inputs, what its logger said, bytes."""
+"""Helpers of the backend's checks: inputs, captured log lines, byte counts."""
 
 import logging
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from support import torch_cases as tc
 
 from cgx_ops import Communicator, Config
 
-dist: Any = torch.distributed  # its annotations are those of its own internals
+dist: Any = torch.distributed  # its annotations refer to torch internals
 NEAREST = Config(bits=4, rounding="nearest", error_feedback=False)
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 OPS = {
@@ -26,7 +26,7 @@ Case = Callable[[int, int], None]
 
 
 class Decisions(logging.Handler):
-    """What the backend's logger says, line by line."""
+    """Capture the lines of the backend's logger."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,12 +45,14 @@ logging.getLogger("cgx_ops.torch.backend").addHandler(DECISIONS)
 logging.getLogger("cgx_ops.torch.backend").setLevel(logging.DEBUG)
 
 
-def everybodys(n: int, numel: int, dtype: torch.dtype = torch.float32, call: int = 0) -> list[Any]:
+def inputs_of_ranks(
+    n: int, numel: int, dtype: torch.dtype = torch.float32, call: int = 0
+) -> list[Any]:
     return [tc.values(rank, numel, dtype, call) for rank in range(n)]
 
 
-def equal_everywhere(x: torch.Tensor | None) -> bool:
-    """Whether all ranks hold the same bits."""
+def equal_on_all_ranks(x: torch.Tensor | None) -> bool:
+    """Return whether all ranks have the same bits."""
     assert x is not None
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, x)

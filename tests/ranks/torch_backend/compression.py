@@ -1,4 +1,4 @@
-"""What is compressed and what is exact; the values of both, and the noise."""
+"""Which calls are compressed and which are exact; their values and noise."""
 
 import os
 from collections.abc import Callable
@@ -26,8 +26,8 @@ from .common import (
     Case,
     bytes_sent,
     dist,
-    equal_everywhere,
-    everybodys,
+    equal_on_all_ranks,
+    inputs_of_ranks,
 )
 
 
@@ -35,7 +35,7 @@ def compression(r: int, n: int) -> None:
     for dtype in FLOATS:
         for numel in SIZES:
             for op in ("sum", "avg"):
-                mine = everybodys(n, numel, dtype)
+                mine = inputs_of_ranks(n, numel, dtype)
                 x = mine[r].clone()
                 with compressed(NEAREST):
                     dist.all_reduce(x, OPS[op])
@@ -44,24 +44,24 @@ def compression(r: int, n: int) -> None:
     x = tc.values(r, 1000)
     with compressed(Config(bits=2, bucket_size=64, gather_bits=8, rounding="nearest")):
         dist.all_reduce(x)
-    assert tc.same_bits(x, tc.expected(everybodys(n, 1000), 2, 64, "auto", gather_bits=8))
-    # Of sums only.
+    assert tc.same_bits(x, tc.expected(inputs_of_ranks(n, 1000), 2, 64, "auto", gather_bits=8))
+    # Only sums are compressed.
     x = tc.values(r, 1000)
     with compressed(NEAREST):
         dist.all_reduce(x, dist.ReduceOp.MAX)
-    assert tc.same_bits(x, tc.expected(everybodys(n, 1000), 32, op="max"))
-    # Not contiguous.
+    assert tc.same_bits(x, tc.expected(inputs_of_ranks(n, 1000), 32, op="max"))
+    # A tensor that is not contiguous.
     x = tc.values(r, 1200).reshape(30, 40).t()
     with compressed(NEAREST):
         dist.all_reduce(x)
-    assert equal_everywhere(x)
-    mine = [each.reshape(30, 40).t() for each in everybodys(n, 1200)]
+    assert equal_on_all_ranks(x)
+    mine = [each.reshape(30, 40).t() for each in inputs_of_ranks(n, 1200)]
     assert tc.same_bits(x.contiguous(), tc.expected(mine, 4, 512, "auto"))
 
 
 def noise(r: int, n: int) -> None:
-    """The n-th seed comes from the options' seed and the group; torch's generator is left alone."""
-    mine = everybodys(n, 3000)
+    """Check that seeds follow from the options' seed and the group, not from torch's generator."""
+    mine = inputs_of_ranks(n, 3000)
     for _ in range(2):
         group = dist.new_group(pg_options=BackendOptions(Config(bits=4), seed=11))
         state = torch.get_rng_state()
@@ -77,7 +77,7 @@ def noise(r: int, n: int) -> None:
 
 
 def compressors(r: int, n: int) -> None:
-    """Every compressor gives what cgx_ops gives; that of the environment is a group's own."""
+    """Compare every compressor with cgx_ops; a group takes its compressor from the environment."""
     for config in CONFIGS:
         group = dist.new_group(pg_options=BackendOptions(config))
         seed = tc.gradient_seed(tc.named_seed(0, group.group_name), 1)
@@ -110,12 +110,12 @@ def compressors(r: int, n: int) -> None:
     dist.destroy_process_group(group)
 
 
-def compressors_that_differ(r: int, n: int) -> None:
-    """Every rank is told of both sides, whichever variable it was."""
+def mismatched_compressors(r: int, n: int) -> None:
+    """Check that every rank reports both values of a variable that differs."""
     if n == 1:
         return
     for name, texts in (
-        ("QUANTIZATION_BITS", ("4", "32")),  # the others would have no hook, and wait
+        ("QUANTIZATION_BITS", ("4", "32")),  # the other ranks would have no hook, and wait
         ("BUCKET_SIZE", ("64", "128")),
     ):
         with mock.patch.dict(os.environ, {f"CGX_COMPRESSION_{name}": texts[r > 0]}):
@@ -136,14 +136,14 @@ def compressors_that_differ(r: int, n: int) -> None:
             dist.all_reduce(tc.values(r, 3000))
 
 
-def what_is_compressed(r: int, n: int) -> None:
-    """The rule, by the log, the bytes and the values."""
+def compressed_operations(r: int, n: int) -> None:
+    """Check the rule by the log, the bytes and the values."""
     group = dist.new_group(pg_options=BackendOptions(NEAREST))
     name = group.group_name
     numel = 66_000
-    mine = everybodys(n, numel)
+    mine = inputs_of_ranks(n, numel)
     exact, quantized = tc.expected(mine, 32), tc.expected(mine, algorithm="auto")
-    plain = 4 * numel * 2 * (n - 1) // n  # bytes of an exact sra
+    plain = 4 * numel * 2 * (n - 1) // n  # bytes of an exact scatter-reduce-allgather
 
     warnings = 0
 
@@ -175,16 +175,16 @@ def what_is_compressed(r: int, n: int) -> None:
     assert tc.same_bits(x, quantized)
     x, line = reduced(compressed(Config(bits=32)))
     assert tc.same_bits(x, exact) and "bits are 32" in line
-    assert warnings == 1, "said once"
+    assert warnings == 1, "the warning must appear once"
 
-    # Gradients of parameters: hooks on them. Other nodes of backward: statistics, exact.
+    # Gradients of parameters: hooks on them. Other nodes of backward are statistics, and exact.
     def hook(gradient: torch.Tensor) -> torch.Tensor:
         gradient = gradient.clone()
         dist.all_reduce(gradient, group=group)
         return gradient
 
     class Statistics(torch.autograd.Function):
-        """What SyncBatchNorm does: an allreduce in forward and one in backward."""
+        """Imitate SyncBatchNorm: an allreduce in forward and one in backward."""
 
         @staticmethod
         def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -237,10 +237,10 @@ def what_is_compressed(r: int, n: int) -> None:
 
 
 def data_parallel(r: int, n: int) -> None:
-    """What DDP's reducer starts is compressed where asked, and only that, however it is set up.
+    """Check that DDP's reducer compresses only inside compressed(), in all configurations.
 
-    With a hook of torch's own, since over this backend it would get the one of cgx_ops.torch.ddp:
-    what such a hook starts is exact unless asked.
+    Uses a torch hook, because DDP gets the hook of cgx_ops.torch.ddp by default over this backend.
+    Collectives of such a hook are exact outside of compressed().
     """
     group = dist.new_group(pg_options=BackendOptions(NEAREST))
     choices: tuple[dict[str, Any], ...] = (
@@ -259,7 +259,7 @@ def data_parallel(r: int, n: int) -> None:
         ddp.register_comm_hook(group, allreduce_hook)
         DECISIONS.taken()
         for step in range(3):
-            if step > 0:  # static_graph wants the first backward to be a whole one
+            if step > 0:  # static_graph requires a complete first backward
                 with ddp.no_sync():
                     ddp(tc.values(r, 400, call=step).reshape(8, 50)).sum().backward()
                 assert not DECISIONS.taken(), "no_sync"
@@ -268,28 +268,28 @@ def data_parallel(r: int, n: int) -> None:
             lines = DECISIONS.taken()
             assert lines and all("4 bits, inside" in line for line in lines), (options, lines)
             for parameter in model.parameters():
-                assert equal_everywhere(parameter.grad), options
+                assert equal_on_all_ranks(parameter.grad), options
             ddp.zero_grad()
         ddp(tc.values(r, 400).reshape(8, 50)).sum().backward()
         lines = DECISIONS.taken()
         assert lines and all("exact, a user's communication hook" in line for line in lines), lines
-    # The gradient of one bucket, to the bit: the hook divides by n first.
+    # The gradient of one bucket, bit for bit: the hook divides by n first.
     layer = torch.nn.Linear(100, 70, bias=False)
     ddp = DistributedDataParallel(layer, process_group=group)
     ddp.register_comm_hook(group, allreduce_hook)
     with compressed():
         ddp(tc.values(r, 100).reshape(1, 100)).sum().backward()
-    mine = [x.repeat(70) / n for x in everybodys(n, 100)]
+    mine = [x.repeat(70) / n for x in inputs_of_ranks(n, 100)]
     want = tc.expected(mine, algorithm="auto").reshape(70, 100)
     gradient = layer.weight.grad
     assert gradient is not None and tc.same_bits(gradient, want)
     dist.destroy_process_group(group)
-    # Without any hook: the default group is exact, so DDP has none.
+    # Without any hook: the default group is exact, so DDP gets none.
     layer = torch.nn.Linear(100, 70, bias=False)
     ddp = DistributedDataParallel(layer)
     with compressed(NEAREST):
         ddp(tc.values(r, 100).reshape(1, 100)).sum().backward()
-    mine = [x.repeat(70) * (1.0 / n) for x in everybodys(n, 100)]  # the reducer multiplies
+    mine = [x.repeat(70) * (1.0 / n) for x in inputs_of_ranks(n, 100)]  # the reducer multiplies
     want = tc.expected(mine, algorithm="auto").reshape(70, 100)
     gradient = layer.weight.grad
     assert gradient is not None and tc.same_bits(gradient, want)
@@ -299,7 +299,7 @@ CHECKS: tuple[Case, ...] = (
     compression,
     noise,
     compressors,
-    compressors_that_differ,
-    what_is_compressed,
+    mismatched_compressors,
+    compressed_operations,
     data_parallel,
 )

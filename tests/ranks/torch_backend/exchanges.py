@@ -1,4 +1,4 @@
-"""What gloo does under the backend: other collectives, objects, point to point."""
+"""Collectives that gloo serves under the backend: other collectives, objects, point to point."""
 
 import datetime
 from typing import Any
@@ -67,7 +67,7 @@ def point_to_point(r: int, n: int) -> None:
     dist.recv(y, left)
     sending.wait()
     assert y.tolist() == [float(left)] * 4
-    if r == 0:  # from anybody
+    if r == 0:  # from any rank
         heard = {dist.recv(y): y[0].item() for _ in range(n - 1)}
         assert heard == {i: float(i) for i in range(1, n)}
     else:

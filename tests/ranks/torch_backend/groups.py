@@ -1,4 +1,4 @@
-"""Groups from their beginning to their end: names, numbers, bad input, deadlines."""
+"""Groups from creation to destruction: names, sequence numbers, bad input, deadlines."""
 
 import datetime
 import tempfile
@@ -18,7 +18,7 @@ from cgx_ops import Communicator, Config
 from cgx_ops.torch import BackendOptions, compressed
 from cgx_ops.torch.backend.process_group import options_of
 
-from .common import NEAREST, Case, dist, everybodys
+from .common import NEAREST, Case, dist, inputs_of_ranks
 
 
 def groups(r: int, n: int) -> None:
@@ -64,13 +64,13 @@ def groups(r: int, n: int) -> None:
     part.shutdown()
     with pytest.raises(cgx_ops.NotFound):
         Communicator.find(f"part {own[0]}")
-    again = world.split_group(own, group_name=f"part {own[0]}")  # the name is free
+    again = world.split_group(own, group_name=f"part {own[0]}")  # the name can be reused
     again.allreduce([x]).wait()
     assert x.tolist() == [len(own) ** 2] * 40
     again.shutdown()
     own_way: Any = dist.new_group(list(range(n)), pg_options=BackendOptions(Config(bits=2)))
     part = own_way.split_group(list(range(n)), group_name="part of its own way")
-    # As dist.split_group() lists it; that takes groups of accelerators only.
+    # Ranks as dist.split_group() lists them; that function accepts groups of accelerators only.
     with mock.patch.dict(dist.distributed_c10d._world.pg_backend_config, {part: "cpu:cgx"}):
         options = options_of(part)
     assert options is not None and options.config.bits == 2
@@ -124,17 +124,17 @@ def bad_input(r: int, n: int) -> None:
             world.allreduce_coalesced(wrong).wait()
     with pytest.raises(ValueError, match="startCoalescing"):
         world._end_coalescing(torch.device("cpu"))
-    # DistBackendError; with TORCH_DISTRIBUTED_DEBUG=DETAIL torch itself sees it first.
+    # DistBackendError; with TORCH_DISTRIBUTED_DEBUG=DETAIL torch checks first.
     with pytest.raises(RuntimeError, match=r"100(.|\n)*101|101(.|\n)*100"):
         dist.all_reduce(torch.ones(100 + min(r, 1)))
     dist.barrier()
     x = torch.ones(20)
-    dist.all_reduce(x)  # all is whole
+    dist.all_reduce(x)  # the group still works
     assert x.tolist() == [n] * 20
 
 
-def begin_again(r: int, n: int) -> None:
-    """Destroyed and made anew: over the launcher's own store, over one store, and over files."""
+def recreated_groups(r: int, n: int) -> None:
+    """Destroy and recreate the group over the launcher's store, over one store, and over files."""
     x = torch.ones(30)
 
     def check() -> None:
@@ -164,12 +164,12 @@ def begin_again(r: int, n: int) -> None:
     y = tc.values(r, 2000)
     with compressed():
         dist.all_reduce(y, group=group)
-    assert tc.same_bits(y, tc.expected(everybodys(n, 2000), 8, algorithm="auto"))
+    assert tc.same_bits(y, tc.expected(inputs_of_ranks(n, 2000), 8, algorithm="auto"))
     check()
 
 
 def deadlines(r: int, n: int) -> None:
-    """A rank that does not call: the others get an error that says who and what, in time."""
+    """Check that the others get an error in time that names a missing rank and the call."""
     group = dist.new_group(timeout=datetime.timedelta(seconds=1.5))
     x = torch.ones(1000)
     dist.all_reduce(x, group=group)
@@ -180,7 +180,7 @@ def deadlines(r: int, n: int) -> None:
         assert 1 < time.monotonic() - begun < 15
     else:
         time.sleep(4)
-    # An operation's own deadline, and wait's.
+    # The deadline of an operation, and of wait().
     world = dist.group.WORLD
     assert world is not None
     dist.barrier()
@@ -209,6 +209,6 @@ CHECKS: tuple[Case, ...] = (
     sequence_numbers,
     profiler,
     bad_input,
-    begin_again,
+    recreated_groups,
     deadlines,
 )

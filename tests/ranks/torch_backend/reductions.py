@@ -1,4 +1,4 @@
-"""Allreduces without compression: values, layouts, kinds, averages, several at once."""
+"""Allreduces without compression: values, layouts, dtypes and operations, averages, coalescing."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,22 +13,22 @@ from torch.distributed.distributed_c10d import _coalescing_manager
 from cgx_ops import Communicator
 from cgx_ops.torch import compressed
 
-from .common import FLOATS, NEAREST, OPS, SIZES, Case, dist, everybodys
+from .common import FLOATS, NEAREST, OPS, SIZES, Case, dist, inputs_of_ranks
 
 
 def exact_allreduce(r: int, n: int) -> None:
     for dtype in FLOATS:
         for numel in SIZES:
             for op, torch_op in OPS.items():
-                mine = everybodys(n, numel, dtype)
+                mine = inputs_of_ranks(n, numel, dtype)
                 x = mine[r].clone()
                 dist.all_reduce(x, torch_op)
                 assert tc.same_bits(x, tc.expected(mine, 32, op=op)), (dtype, numel, op)
 
 
 def layouts(r: int, n: int) -> None:
-    """Whatever the layout, also where it differs between ranks: elements meet by their index."""
-    mine = [x.reshape(6, 50, 4) for x in everybodys(n, 1200)]
+    """Check all layouts, also different ones on the ranks: elements are matched by their index."""
+    mine = [x.reshape(6, 50, 4) for x in inputs_of_ranks(n, 1200)]
     want = tc.expected(mine, 32)
     base = torch.zeros(6, 50, 8)
     made = {
@@ -52,25 +52,25 @@ def layouts(r: int, n: int) -> None:
     assert torch.equal(leaf, want)
     with torch.no_grad():
         leaf.copy_(mine[r])
-    dist.all_reduce(leaf[..., :2])  # not contiguous, and it has a history
+    dist.all_reduce(leaf[..., :2])  # not contiguous, and part of an autograd graph
     assert torch.equal(leaf[..., :2], want[..., :2])
 
 
 def asynchronous(r: int, n: int) -> None:
-    xs = [x.clone() for x in (everybodys(n, 5000, call=call)[r] for call in range(40))]
+    xs = [x.clone() for x in (inputs_of_ranks(n, 5000, call=call)[r] for call in range(40))]
     works = [dist.all_reduce(x, async_op=True) for x in xs]
     doubled = works[3].get_future().then(lambda future: future.value()[0] * 2)
     for work in reversed(works):
         work.wait()
         assert work.is_completed() and work.is_success()
     for call, x in enumerate(xs):
-        assert tc.same_bits(x, tc.expected(everybodys(n, 5000, call=call), 32)), call
+        assert tc.same_bits(x, tc.expected(inputs_of_ranks(n, 5000, call=call), 32)), call
     assert torch.equal(doubled.wait(), xs[3] * 2)
     assert tc.same_bits(works[4].result()[0], xs[4])
 
 
-def other_kinds(r: int, n: int) -> None:
-    """What the core does not reduce goes to gloo, with gloo's result."""
+def delegated_to_gloo(r: int, n: int) -> None:
+    """Check that reductions outside the core are delegated to gloo, with its results."""
     for dtype in (torch.int64, torch.int32, torch.uint8, torch.float64):
         x = torch.arange(20).to(dtype) * (r + 1)
         dist.all_reduce(x)
@@ -93,14 +93,14 @@ def other_kinds(r: int, n: int) -> None:
     assert torch.equal(sparse.to_dense(), want)
 
 
-def values_with_gaps(r: int, n: int) -> None:
-    """Of what gloo serves: it would take the memory between them for values, and write there."""
+def strided_tensors(r: int, n: int) -> None:
+    """Check strided tensors in gloo's collectives, which would overwrite the memory in the gaps."""
 
     def column(dtype: torch.dtype) -> torch.Tensor:
         return torch.full((2 * n, 2), r + 1, dtype=dtype)[:, 0]
 
     x = column(torch.float32)
-    dist.all_reduce(x)  # ours
+    dist.all_reduce(x)  # reduced by the core
     assert x.tolist() == [n * (n + 1) / 2] * (2 * n)
     outputs = [column(torch.int64) for _ in range(n)]
     dist.all_gather(outputs, column(torch.int64))  # gloo copies these
@@ -123,7 +123,7 @@ def values_with_gaps(r: int, n: int) -> None:
 
 
 def averages(r: int, n: int) -> None:
-    """Of what the core does not reduce: the sum, divided. Integers towards zero, as NCCL does."""
+    """Check averages outside the core: sum, then divide; integers round towards zero, as NCCL."""
     avg, start = dist.ReduceOp.AVG, torch.arange(-3 * n, 3 * n)
 
     def mine(dtype: torch.dtype, rank: int) -> torch.Tensor:
@@ -208,18 +208,18 @@ def coalescing(r: int, n: int) -> None:
             dist.all_reduce(x)
     assert [x.tolist() for x in ints] == [[n] * 3, [n] * 2]
 
-    # Compressed: every tensor with buckets of its own.
+    # With compression every tensor has its own buckets.
     xs = [tc.values(r, numel, call=numel) for numel in (1000, 700, 5)]
     with compressed(NEAREST), _coalescing_manager():
         for x in xs:
             dist.all_reduce(x)
     for x, numel in zip(xs, (1000, 700, 5), strict=True):
-        want = tc.expected(everybodys(n, numel, call=numel), algorithm=algorithm_of(1705))
+        want = tc.expected(inputs_of_ranks(n, numel, call=numel), algorithm=algorithm_of(1705))
         assert tc.same_bits(x, want), numel
 
 
 def algorithm_of(numel: int) -> Any:
-    """What auto picks, as the oracle has it."""
+    """Return the algorithm that the oracle selects for `auto`."""
     return reference.pick([reference.Segment(0, numel, 4, 512)], reference.FLOAT32)
 
 
@@ -227,8 +227,8 @@ CHECKS: tuple[Case, ...] = (
     exact_allreduce,
     layouts,
     asynchronous,
-    other_kinds,
-    values_with_gaps,
+    delegated_to_gloo,
+    strided_tensors,
     averages,
     coalescing,
 )

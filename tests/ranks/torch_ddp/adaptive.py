@@ -1,8 +1,8 @@
-"""Bits that follow the gradients, and auto_bits.
+"""Adaptive bits, and auto_bits.
 
-1. values, against the oracle in the bits that follow from its own statistics
-2. checkpoints; ranks that differ; what is refused
-3. auto_bits: what was measured is given, so that nothing depends on time
+1. values: compared with the oracle, for the bits that follow from its own statistics
+2. checkpoints, mismatched ranks, invalid settings
+3. auto_bits: timings are given, so that nothing depends on the machine
 """
 
 import copy
@@ -42,7 +42,7 @@ from .common import (
 )
 from .steps import train
 
-FREE = ["first.weight", "last.weight", "spare.weight"]  # sorted: the order of ranks' averages
+FREE = ["first.weight", "last.weight", "spare.weight"]  # sorted, the order in which ranks average
 
 
 def adaptive(**options: Any) -> AdaptiveBits:
@@ -62,7 +62,7 @@ def adapting(config: Config = NEAREST, bits: Any = None, **options: Any) -> Any:
 
 
 def losses(step: int, names: list[str]) -> np.ndarray:
-    """Return the mean over ranks of each layer's statistic by value, as ranks average it."""
+    """Return each layer's statistic by bits, averaged over the ranks."""
     by_rank = []
     for rank in range(SIZE):
         alone = local_gradients(rank, (step,), spare=True)
@@ -74,21 +74,24 @@ def losses(step: int, names: list[str]) -> np.ndarray:
 
 
 def bits_follow_the_gradients() -> None:
-    """The oracle's statistics, averages, decisions and gradients, in buckets made anew, too."""
+    """Compare statistics, averages, decisions and gradients with the oracle.
+
+    Covers the buckets before and after DDP rebuilds them.
+    """
     rules = Rules([(r"spare\.weight", 8)])
     for names, own in ((FREE, None), (FREE[:2], rules)):
         model, state = adapting(rules=own)
         numels = {name: p.numel() for name, p in model.module.named_parameters()}
         bits = {"spare.weight": 8} if own else {}
         for step in range(7):
-            if step == 4:  # what was measured in steps 0 and 2
+            if step == 4:  # decided by the statistics of steps 0 and 2
                 sums = np.zeros(len(names))
                 for measured in (0, 2):
                     sums += losses(measured, names)
                 statistics = [numels[n] * s / 2 for n, s in zip(names, sums, strict=True)]
                 counts = [numels[name] for name in names]
                 found = allocate_bits(statistics, counts, "norm", config=NEAREST)
-                assert found != [4] * len(names), "a test of nothing"
+                assert found != [4] * len(names), "the bits must change, or the test checks nothing"
                 bits |= dict(zip(names, found, strict=True))
             model.zero_grad()
             model(images(RANK, step), spare=True).square().sum().backward()
@@ -102,7 +105,7 @@ def bits_follow_the_gradients() -> None:
         assert state.adaptive.changes == 1
 
 
-def what_overflows_is_not_counted() -> None:
+def overflow_is_not_counted() -> None:
     model, state = adapting()
     for step in range(5):
         x = images(RANK, step)
@@ -117,18 +120,18 @@ def what_overflows_is_not_counted() -> None:
     assert state.adaptive.bits == dict(zip(FREE, found, strict=True))
 
 
-def clusters_are_a_choice() -> None:
+def clusters_option() -> None:
     model, state = adapting(bits=adaptive(budget="clusters"))
     train(model, range(5), torch.optim.SGD(model.parameters(), 1e-4))
     assert sorted(state.adaptive.bits) == FREE
     assert set(state.adaptive.bits.values()) <= {2, 3, 4}
 
 
-# ---- checkpoints, ranks that differ --------------------------------------------------------------
+# ---- checkpoints, mismatched ranks ---------------------------------------------------------------
 
 
-def resumed_bits_are_the_same() -> None:
-    """Saved while averages are on their way, and between decisions; with feedback, too."""
+def resumed_bits_are_equal() -> None:
+    """Check states saved while averages are in flight, and between decisions, with feedback too."""
     for config in (NEAREST, Config(bits=3, bucket_size=64, error_feedback=True)):
         for stop in (3, 5):
             names: list[Any] = [tempfile.mkdtemp() if RANK == 0 else None]
@@ -153,7 +156,7 @@ def resumed_bits_are_the_same() -> None:
                 shutil.rmtree(names[0])
 
 
-def ranks_that_differ_are_told() -> None:
+def mismatched_ranks_raise() -> None:
     for other, words in (
         (adaptive(), "'last.weight' (200 values, 3 bits"),
         (adaptive(alpha=1.0 + RANK), "rank 0 has alpha 1.0, rank 1 has 2.0"),
@@ -165,7 +168,7 @@ def ranks_that_differ_are_told() -> None:
         fails(Exception, words, forward.backward)
 
 
-def what_cannot_be() -> None:
+def invalid_settings() -> None:
     def state(config: Config, bits: AdaptiveBits | None = None, **options: Any) -> None:
         ddp.QuantizedAllreduceState(config=config, adaptive=bits or adaptive(), **options)
 
@@ -190,7 +193,7 @@ def what_cannot_be() -> None:
 
 @contextmanager
 def measured(timings: Timings) -> Iterator[None]:
-    """Have ranks find these times."""
+    """Replace the ranks' measurements by these timings."""
     truly, autotune.measured = autotune.measured, lambda *_: timings
     try:
         yield
@@ -198,8 +201,8 @@ def measured(timings: Timings) -> Iterator[None]:
         autotune.measured = truly
 
 
-def of_link(seconds_a_byte: float) -> Timings:
-    """Return times of a link on which a codec takes 10 us and 1 ns a value."""
+def timings_of_link(seconds_a_byte: float) -> Timings:
+    """Return timings of a link on which a codec takes 10 us and 1 ns per value."""
     sizes = autotune.SIZES
     bits = {32: 32, 8: 8, 4: 4}
     return Timings(
@@ -213,10 +216,10 @@ def of_link(seconds_a_byte: float) -> Timings:
     )
 
 
-def auto_is_decided_once_for_a_model() -> None:
+def auto_bits_decided_once_per_model() -> None:
     for number, (slow, bits) in enumerate(((True, 4), (False, 32))):
         group: Any = dist.new_group(backend="cgx")
-        with measured(of_link(1e-7 if slow else 1e-12)):
+        with measured(timings_of_link(1e-7 if slow else 1e-12)):
             model = DistributedDataParallel(network(200), process_group=group)
             state = ddp.QuantizedAllreduceState(group, NEAREST, auto_bits=True)
             model.register_comm_hook(state, ddp.quantized_allreduce_hook)
@@ -229,12 +232,12 @@ def auto_is_decided_once_for_a_model() -> None:
         assert state.config.bits == bits and state.state_dict()["config"].bits == bits
 
 
-def auto_of_a_group_goes_by_size() -> None:
-    """What it compresses is what the same group in those bits does; small messages are exact."""
-    with measured(of_link(1e-7)):
+def auto_bits_of_group_depend_on_size() -> None:
+    """Compare with the same group at these bits; small messages are exact."""
+    with measured(timings_of_link(1e-7)):
         options = cgx_ops.torch.BackendOptions(NEAREST, compress="all", auto_bits=True)
         group: Any = dist.new_group(backend="cgx", pg_options=options)
-    verdict = Verdict.of(of_link(1e-7))
+    verdict = Verdict.of(timings_of_link(1e-7))
     for dtype in (torch.float32, torch.bfloat16):
         for numel in (500, 1500, 60_000):
             bits = verdict.bits(numel, dtype.itemsize)
@@ -246,12 +249,12 @@ def auto_of_a_group_goes_by_size() -> None:
     assert {verdict.bits(n) for n in (500, 60_000)} == {32, 4}
     whole = cgx_ops.Communicator.find(group.group_name).stats()
     assert "4 bits from" in whole.auto, whole.auto
-    # A model over the group has the hook unasked, with bits of its own size.
+    # A model over the group gets the hook by default, with bits for the model's size.
     model = DistributedDataParallel(network(), process_group=group)
     model(images(RANK), spare=True).square().sum().backward()
     identical_on_all_ranks(gradients_of(model))
 
 
-CHECKS = [bits_follow_the_gradients, what_overflows_is_not_counted, clusters_are_a_choice]
-CHECKS += [resumed_bits_are_the_same, ranks_that_differ_are_told, what_cannot_be]
-CHECKS += [auto_is_decided_once_for_a_model, auto_of_a_group_goes_by_size]
+CHECKS = [bits_follow_the_gradients, overflow_is_not_counted, clusters_option]
+CHECKS += [resumed_bits_are_equal, mismatched_ranks_raise, invalid_settings]
+CHECKS += [auto_bits_decided_once_per_model, auto_bits_of_group_depend_on_size]

@@ -1,4 +1,4 @@
-"""Models over the backend "cgx", which has the hook by itself; CGX's names; hooks of users."""
+"""Models over the backend "cgx", which registers the hook by default; CGX's names; user hooks."""
 
 import copy
 import io
@@ -41,8 +41,8 @@ from .common import (
 from .steps import train
 
 
-def over_the_backend_without_a_word() -> None:
-    """A script for torch_cgx: only the import is changed."""
+def hook_by_default() -> None:
+    """Run a script written for torch_cgx, of which only the import is changed."""
     import cgx_ops.torch as torch_cgx
 
     group, module = compressing_group(), network()
@@ -54,7 +54,7 @@ def over_the_backend_without_a_word() -> None:
         model = DistributedDataParallel(module, process_group=group)
         model(images(RANK), spare=True).square().sum().backward()
         x = torch.full((1000,), RANK + 0.3)
-        dist.all_reduce(x, group=group)  # CGX would have crashed, or taken it for a bucket
+        dist.all_reduce(x, group=group)  # CGX would have crashed, or treated it as a bucket
         want = sum(torch.full((1000,), r + 0.3) for r in range(SIZE))
         torch.testing.assert_close(x, want)
     finally:
@@ -71,7 +71,7 @@ def over_the_backend_without_a_word() -> None:
     same(gradients_of(model), averaged(alone, bits=lambda *_: 32))
 
 
-def a_hook_of_the_users_own_is_left_alone() -> None:
+def user_hook_is_kept() -> None:
     model = DistributedDataParallel(network(), process_group=compressing_group())
     seen = []
 
@@ -90,8 +90,8 @@ def a_hook_of_the_users_own_is_left_alone() -> None:
     model(images(RANK), spare=True).square().sum().backward()
 
 
-def the_state_of_its_hook_can_be_had_and_restored() -> None:
-    """By trainers, who neither made it nor waited for the first forward."""
+def default_hook_state_can_be_restored() -> None:
+    """Check access for trainers, which did not create the state, before the first forward."""
     model = DistributedDataParallel(network(), process_group=compressing_group())
     state = cgx_ops.torch.hook_state(model)
     assert isinstance(state, ddp.QuantizedAllreduceState) and state.steps == 0
@@ -113,7 +113,7 @@ def the_state_of_its_hook_can_be_had_and_restored() -> None:
 
 
 def _chain(group: dist.ProcessGroup, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Average a bucket in two steps, the second one started where the first one's future ends."""
+    """Average a bucket in two steps; the first one's callback starts the second one."""
     values = bucket.buffer().div_(dist.get_world_size(group))
     half = values.numel() // 2
 
@@ -130,16 +130,16 @@ def _chain(group: dist.ProcessGroup, bucket: GradBucket) -> torch.futures.Future
 
 
 def _trained_by(hook: Callable[[], tuple[Any, Any]], group: Any, steps: int) -> nn.Module:
-    torch.manual_seed(7)  # PowerSGD draws from it, too
-    # One bucket: the chains of several start in no certain order, over any backend.
+    torch.manual_seed(7)  # PowerSGD draws from this generator, too
+    # Use one bucket: over any backend, chains of several buckets start in no fixed order.
     model = DistributedDataParallel(network(64), process_group=group)
     model.register_comm_hook(*hook())
     train(model, range(steps), torch.optim.SGD(model.parameters(), 1e-4))
     return model.module
 
 
-def hooks_that_chain_collectives_do_not_race() -> None:
-    """What a callback starts is decided alike, whether a rank runs it at once or on a thread."""
+def chained_collectives_do_not_race() -> None:
+    """Check that ranks treat a callback's collectives the same, inline or on another thread."""
     compressing, exact = compressing_group(), dist.new_group(backend="cgx")
 
     def chain() -> tuple[Any, Any]:
@@ -154,18 +154,18 @@ def hooks_that_chain_collectives_do_not_race() -> None:
         want = _trained_by(hook, current, steps).state_dict()
         current = compressing
         same(_trained_by(hook, current, steps).state_dict(), want, hook)
-        with cgx_ops.torch.compressed(NEAREST):  # asked for: in its callbacks as well
+        with cgx_ops.torch.compressed(NEAREST):  # explicit, so callbacks are compressed too
             module = _trained_by(hook, current, steps)
         identical_on_all_ranks(dict(module.named_parameters()))
 
 
-def callbacks_are_where_their_collective_was_started() -> None:
-    """Not where a thread completes it: in compressed() still, and still completing gradients."""
+def callbacks_inherit_compressed_scope() -> None:
+    """Check that a callback inherits compressed() and the gradient state of its collective."""
     group = compressing_group()
     comm = cgx_ops.Communicator.find(group.group_name)
 
     def sums(x: torch.Tensor) -> list[int]:
-        """Reduce x, and once more in a callback; return the bytes that each of the two sent."""
+        """Reduce x, and again in a callback; return the bytes that each of the two sent."""
         sent = [comm.bytes_sent]
         dist.barrier()
         work: Any = dist.all_reduce(x, group=group, async_op=True)
@@ -177,7 +177,8 @@ def callbacks_are_where_their_collective_was_started() -> None:
             sent.append(comm.bytes_sent)
 
         if RANK == 0:
-            time.sleep(0.05)  # it has ended: the callback runs here; elsewhere, on a thread
+            # the collective has ended, so the callback runs here; otherwise on a thread
+            time.sleep(0.05)
         work.get_future().then(again).wait()
         return [after - before for before, after in itertools.pairwise(sent)]
 
@@ -197,14 +198,16 @@ def optimizers_that_step_in_backward_keep_their_hook() -> None:
     module = network()
     _apply_optimizer_in_backward(torch.optim.SGD, module.parameters(), {"lr": 1e-4})
     model = DistributedDataParallel(module, process_group=compressing_group())
-    with mock.patch("torch.Stream"):  # torch's hook has one, which CUDA's torch makes of a GPU only
-        model(images(RANK), spare=True)  # here it gets that hook, and would refuse two
+    # torch's hook creates a stream, which requires a GPU in builds with CUDA
+    with mock.patch("torch.Stream"):
+        # registers the default hook if there is none; two hooks would raise
+        model(images(RANK), spare=True)
     assert [hook.__name__ for hook, _ in model._comm_hooks] != ["quantized_allreduce_hook"]
-    # torch's hook takes the accelerator's stream in backward: without one this is all.
+    # torch's hook needs an accelerator's stream in backward, so the check ends here.
 
 
 class Products(nn.Module):
-    """Several layers of any dtype, complex ones too."""
+    """Model with several layers of any dtype, also complex."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -216,8 +219,8 @@ class Products(nn.Module):
         return sum((w * scale).abs().square().sum() for w in self.w)  # type: ignore[return-value]
 
 
-def what_it_cannot_compress_stays_exact_over_the_backend() -> None:
-    """Nobody asked for the hook there: it must not make a model fail."""
+def unsupported_models_stay_exact() -> None:
+    """Check that the default hook never makes a model fail."""
     mean = sum((r + 1) ** 2 for r in range(SIZE)) / SIZE
     for dtype in (torch.float64, torch.complex64):
         module = Products(dtype)
@@ -235,7 +238,7 @@ def what_it_cannot_compress_stays_exact_over_the_backend() -> None:
     torch.testing.assert_close(module.weight.grad.to_dense(), want)
 
 
-def is_saved_and_copied_before_its_first_forward() -> None:
+def saved_and_copied_before_first_forward() -> None:
     group = compressing_group()
     model = DistributedDataParallel(network(), process_group=group)
     default = DistributedDataParallel(network())
@@ -247,7 +250,7 @@ def is_saved_and_copied_before_its_first_forward() -> None:
     same(gradients_of(model), averaged(alone))
     for name, gradient in gradients_of(copied).items():  # the default group has 32 bits
         torch.testing.assert_close(gradient, sum(g[name] for g in alone) / SIZE)
-    assert not copied._forward_pre_hooks  # later forwards do without
+    assert not copied._forward_pre_hooks  # later forwards do not need the hook
     cgx_ops.torch.set_quantization_bits("first.weight", 2)
     try:
         for each in _copies(DistributedDataParallel(network())):
@@ -263,8 +266,8 @@ def _copies(model: DistributedDataParallel) -> list[DistributedDataParallel]:
     return [copy.deepcopy(model), torch.load(file, weights_only=False)]
 
 
-def a_copy_has_the_hook_and_a_state_of_its_own() -> None:
-    """Copied or read from a file after a step, which torch does without communication hooks."""
+def copies_have_separate_state() -> None:
+    """Copy a model, or load it from a file, after a step; torch drops the hook in both cases."""
     alone = [local_gradients(r, spare=True) for r in range(SIZE)]
     for unasked in (False, True):
         model = DistributedDataParallel(network())
@@ -292,8 +295,8 @@ def a_copy_has_the_hook_and_a_state_of_its_own() -> None:
             cgx_ops.torch.forget_models()
 
 
-def a_group_that_torch_does_not_list_is_left_alone() -> None:
-    """Those of torchft are such, and parts that split off by themselves."""
+def unlisted_group_is_ignored() -> None:
+    """Check groups such as torchft's, and those made by split_group()."""
     store = parallel.PrefixStore("not listed", parallel.default_store())
     bare: Any = dist.ProcessGroup(store, RANK, SIZE)
     gloo = dist.ProcessGroupGloo(store, RANK, SIZE, timeout=timedelta(seconds=60))
@@ -308,12 +311,12 @@ def a_group_that_torch_does_not_list_is_left_alone() -> None:
             torch.testing.assert_close(got, sum(g[name] for g in alone) / SIZE)
 
 
-CHECKS = [over_the_backend_without_a_word, a_hook_of_the_users_own_is_left_alone]
-CHECKS += [a_group_that_torch_does_not_list_is_left_alone]
-CHECKS += [the_state_of_its_hook_can_be_had_and_restored]
-CHECKS += [hooks_that_chain_collectives_do_not_race]
-CHECKS += [callbacks_are_where_their_collective_was_started]
+CHECKS = [hook_by_default, user_hook_is_kept]
+CHECKS += [unlisted_group_is_ignored]
+CHECKS += [default_hook_state_can_be_restored]
+CHECKS += [chained_collectives_do_not_race]
+CHECKS += [callbacks_inherit_compressed_scope]
 CHECKS += [optimizers_that_step_in_backward_keep_their_hook]
-CHECKS += [what_it_cannot_compress_stays_exact_over_the_backend]
-CHECKS += [is_saved_and_copied_before_its_first_forward]
-CHECKS += [a_copy_has_the_hook_and_a_state_of_its_own]
+CHECKS += [unsupported_models_stay_exact]
+CHECKS += [saved_and_copied_before_first_forward]
+CHECKS += [copies_have_separate_state]

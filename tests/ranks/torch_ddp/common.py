@@ -1,4 +1,4 @@
-"""What the checks of DistributedDataParallel share: models, the oracle, comparisons."""
+"""Helpers of the DistributedDataParallel checks: models, the oracle, comparisons."""
 
 import os
 from collections.abc import Callable
@@ -15,14 +15,14 @@ from cgx_ops import Config
 from cgx_ops._core.call import call_seed
 from cgx_ops.torch import ddp
 
-# mpirun's, which are known before torch's are.
+# The ranks of mpirun, which are known before torch's.
 RANK, SIZE = (int(os.environ[f"OMPI_COMM_WORLD_{name}"]) for name in ("RANK", "SIZE"))
 NEAREST = Config(bits=4, bucket_size=64, rounding="nearest", error_feedback=False)
 Hooked = tuple[DistributedDataParallel, ddp.QuantizedAllreduceState]
 
 
 class Net(nn.Module):
-    """Layers of several sizes, vectors among them, and one that a forward may leave out."""
+    """Model with matrices and vectors of several sizes, and an optional layer (spare)."""
 
     def __init__(self, width: int = 40) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ def gradients_of(model: nn.Module) -> dict[str, torch.Tensor]:
 def local_gradients(
     rank: int, steps: tuple[int, ...] = (0,), dtype: torch.dtype = torch.float32, **options: Any
 ) -> dict[str, torch.Tensor]:
-    """Return what rank `rank` computes alone: any rank can."""
+    """Return the gradients that rank `rank` would compute alone; every rank can compute them."""
     module = network(dtype=dtype)
     for step in steps:
         module(images(rank, step, dtype), **options).float().square().sum().backward()

@@ -1,7 +1,7 @@
-"""Error feedback: what a layer's gradient lost is added to its next one.
+"""Error feedback: the quantization error of a layer's gradient is added to the next gradient.
 
-1. values, against cgx_ops' own allreduce of each layer, to the bit
-2. who has residuals, and who is refused
+1. values: compared with the numpy allreduce of each layer, bit for bit
+2. which layers have residuals; invalid settings
 3. checkpoints; those for other numbers of ranks are in run_torch_restart.py
 """
 
@@ -54,7 +54,7 @@ def by_layer(
     step: int,
     group_name: str,
 ) -> dict[str, torch.Tensor]:
-    """Return the averages, each layer in a collective of its own; change residuals in place."""
+    """Return the averages, with one collective per layer; update residuals in place."""
     averages = {}
     for name, x in gradients.items():
         own = config if name in residuals else Config(bits=32)
@@ -72,7 +72,7 @@ def zeros_for(gradients: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def feedback_by_layer() -> None:
-    """In buckets before and after they are made anew, by both carriers."""
+    """Compare before and after DDP rebuilds its buckets, for both carriers."""
     carried = {"carrier": "c10d", "process_group": dist.new_group(backend="gloo")}
     modes: list[dict[str, Any]] = [
         {},
@@ -102,11 +102,11 @@ def feedback_by_layer() -> None:
                 same(state.residuals.tensors, residuals, (config, mode, step))
             if "bucket_cap_mb" in mode:
                 first, last = ([b for s, b in buckets if s == step] for step in (0, 3))
-                assert first != last, "the buckets were not made anew"
+                assert first != last, "DDP did not rebuild its buckets"
 
 
 def inside_torchs_wrapper() -> None:
-    """Residuals are of the dtype that travels."""
+    """Check that residuals have the dtype of the messages."""
     hook: Any = default_hooks.fp16_compress_wrapper(ddp.quantized_allreduce_hook)  # type: ignore[arg-type]
     model, state = hooked(network(), LEVELS, hook)
     model(images(RANK), spare=True).square().sum().backward()
@@ -119,11 +119,11 @@ def inside_torchs_wrapper() -> None:
     same(state.residuals.tensors, residuals)
 
 
-# ---- who has residuals ---------------------------------------------------------------------------
+# ---- layers with residuals -----------------------------------------------------------------------
 
 
-def who_has_residuals() -> None:
-    """Layers that are compressed, by codecs that need them, or all if that is asked for."""
+def layers_with_residuals() -> None:
+    """Check that compressed layers have residuals if the codec needs them, or if requested."""
     weights = {"first.weight", "spare.weight", "last.weight"}
     rules = Rules([(r"spare\.weight", {"compressor": "topk", "density": 0.1})])
     for config, own, named in (
@@ -153,7 +153,7 @@ def exact_steps_leave_residuals_alone() -> None:
     same(state.residuals.tensors, before)
 
 
-def what_cannot_be() -> None:
+def invalid_settings() -> None:
     diverging: list[tuple[dict[str, Any], str]] = [
         ({"compressor": "sign"}, "a vote has no magnitude"),
         ({"bits": 32}, "there is no quantization error"),
@@ -166,21 +166,21 @@ def what_cannot_be() -> None:
     state.residuals.tensors["first.weight"] = torch.zeros(3)
     forward = model(images(RANK), spare=True).square().sum()
     fails(Exception, "'first.weight' has 3 elements, but its gradient has 800", forward.backward)
-    # A rule's own compressor under feedback that was asked for.
+    # Explicit feedback with a compressor from a rule.
     rules = Rules([("last", {"compressor": "sign"})])
     model, _ = hooked(network(), UNIFORM, rules=rules)
     forward = model(images(RANK), spare=True).square().sum()
     fails(Exception, "a vote has no magnitude", forward.backward)
-    # Nobody knows the names of a model's layers.
+    # A model whose layer names cannot be found.
     model, _ = hooked(network(), LEVELS)
     forward = model(images(RANK), spare=True).square().sum()
     del ddp_models._known[model]
-    gc.freeze()  # hides the model from the search for it
+    gc.freeze()  # hides the model from the hook's search through the garbage collector
     fails(Exception, "error feedback stores residuals by layer", forward.backward)
 
 
-def unasked_over_the_backend() -> None:
-    """A group's config with a biased compressor brings its residuals."""
+def feedback_by_default() -> None:
+    """Check that a group's config with a biased compressor enables residuals."""
     group: Any = dist.new_group(backend="cgx", pg_options=cgx_ops.torch.BackendOptions(TOPK))
     model: Any = DistributedDataParallel(network(), process_group=group)
     residuals: dict[str, torch.Tensor] = zeros_for(local_gradients(RANK, spare=True))
@@ -195,7 +195,7 @@ def unasked_over_the_backend() -> None:
 # ---- checkpoints ---------------------------------------------------------------------------------
 
 
-def resumed_feedback_is_the_same_to_the_bit() -> None:
+def resumed_feedback_is_bitwise_equal() -> None:
     for config in (LEVELS, TOPK, UNIFORM):
         for form in ("torch", "in place", "dcp"):
             with folder_of_all() as folder:
@@ -229,8 +229,8 @@ def resumed_feedback_is_the_same_to_the_bit() -> None:
                 identical_on_all_ranks(dict(model.module.named_parameters()))
 
 
-def a_module_that_is_compiled_goes_on_by_its_names() -> None:
-    """DistributedDataParallel(torch.compile(module)) uses the residuals of a run without it."""
+def compiled_module_restores_residuals() -> None:
+    """Check that DistributedDataParallel(torch.compile(module)) restores uncompiled residuals."""
     plain, state = hooked(network(), LEVELS)
     compiled, restored = hooked(torch.compile(network()), LEVELS)  # type: ignore[arg-type]
     with torch.compiler.set_stance("force_eager"):
@@ -246,7 +246,7 @@ def a_module_that_is_compiled_goes_on_by_its_names() -> None:
             same(restored.residuals.tensors, state.residuals.tensors)
 
 
-def a_state_that_did_not_ask_for_residuals() -> None:
+def state_without_feedback_rejects_residuals() -> None:
     model, state = hooked(network(), LEVELS)
     train(model, range(1), torch.optim.SGD(model.parameters(), 1e-4))
     with folder_of_all() as folder:
@@ -258,7 +258,7 @@ def a_state_that_did_not_ask_for_residuals() -> None:
         )  # fmt: skip
 
 
-CHECKS = [feedback_by_layer, inside_torchs_wrapper, who_has_residuals]
-CHECKS += [exact_steps_leave_residuals_alone, what_cannot_be, unasked_over_the_backend]
-CHECKS += [a_module_that_is_compiled_goes_on_by_its_names]
-CHECKS += [resumed_feedback_is_the_same_to_the_bit, a_state_that_did_not_ask_for_residuals]
+CHECKS = [feedback_by_layer, inside_torchs_wrapper, layers_with_residuals]
+CHECKS += [exact_steps_leave_residuals_alone, invalid_settings, feedback_by_default]
+CHECKS += [compiled_module_restores_residuals]
+CHECKS += [resumed_feedback_is_bitwise_equal, state_without_feedback_rejects_residuals]

@@ -1,4 +1,4 @@
-"""Groups of a plan: buckets joined by the hook, other plans on the way, ranks that disagree."""
+"""Groups of a plan: buckets joined by the hook, changes of the plan, mismatched ranks."""
 
 import inspect
 import itertools
@@ -37,7 +37,7 @@ _LAST_FIRST = range(len(_NUMELS) - 1, -1, -1)
 
 
 def _plan(*sizes: int) -> Plan:
-    """Return a plan of groups of so many tensors, the last ones first."""
+    """Return a plan whose groups have these numbers of tensors, the last tensors first."""
     order = iter(_LAST_FIRST)
     groups = tuple(tuple(next(order) for _ in range(size)) for size in sizes)
     return Plan(tuple(_NUMELS), tuple(_NUMELS.values()), (4,) * len(_NUMELS), groups)
@@ -66,8 +66,8 @@ def _collectives(state: ddp.PlannedAllreduceState) -> int:
     return state.communicator().collectives
 
 
-def groups_are_messages_and_change_no_bits() -> None:
-    """Also when buckets do not end where groups do, and a plan follows another one."""
+def groups_are_messages_with_equal_bits() -> None:
+    """Check buckets that do not end where groups do, and a change of the plan."""
     reference, _ = hooked(network(), CONFIG)
     wanted = [_step(reference, step) for step in range(6)]
     for plan, messages, cap in (
@@ -95,17 +95,17 @@ def groups_are_messages_and_change_no_bits() -> None:
     state.load_state_dict(state.state_dict())
     for step in range(3):
         _step(model, step)
-    assert state.plan == EACH, "it was announced to the run before"
+    assert state.plan == EACH, "the plan was announced in the previous run"
 
 
-def a_plan_is_tuned_while_the_model_trains() -> None:
-    """Every gradient of it is as without a plan, and ranks keep the same one."""
+def plan_tuned_during_training() -> None:
+    """Check that gradients are the same as without a plan, and that ranks select the same plan."""
     reference, _ = hooked(network(), CONFIG)
     model, state = _model(THREE)
     steps = itertools.count()
 
     def train(count: int) -> float:
-        """Return the seconds of the last of so many steps."""
+        """Return the seconds of the last of `count` steps."""
         seconds = 0.0
         for _ in range(count):
             step, begin = next(steps), time.perf_counter()
@@ -115,7 +115,7 @@ def a_plan_is_tuned_while_the_model_trains() -> None:
 
     def seconds_of(plan: Plan) -> float:
         state.replan(plan)
-        return train(3)  # the third one goes by it
+        return train(3)  # the third step uses the new plan
 
     train(1)
     costs = Costs(link_fixed=1e-4, link_per_byte=1e-8, processor_fixed=1e-4)
@@ -128,17 +128,20 @@ def a_plan_is_tuned_while_the_model_trains() -> None:
     assert state.plan == tuned.plan
 
 
-def another_plan_is_an_error_that_names_the_tensor() -> None:
-    """At once, on all ranks; also where the first messages are alike, or only one rank replans."""
+def mismatched_plans_name_the_tensor() -> None:
+    """Check that all ranks get the error immediately.
+
+    Covers plans whose first messages are equal, and a rank that replans alone.
+    """
     last = SIZE - 1
     for other, place, name, groups in (
         (EACH, 1, "last.weight", (0, 1)),
         (_plan(3, 2, 3), 4, "bn.bias", (2, 1)),
     ):
-        # A group of its own: of different numbers of messages some are never matched.
+        # Use a separate group: with different numbers of messages, some are never matched.
         group = dist.new_group(backend="cgx")
         model, state = _model(other if last == RANK else THREE, group=group)
-        _step(model, 0)  # in one bucket, before DistributedDataParallel makes its own
+        _step(model, 0)  # uses one bucket, before DistributedDataParallel rebuilds its buckets
         begin = time.monotonic()
         words = (
             f"different plans: rank 0 has tensor {place} '{name}' "
@@ -147,7 +150,7 @@ def another_plan_is_an_error_that_names_the_tensor() -> None:
         )
         fails(RuntimeError, words, lambda model=model: _step(model, 1))
         assert time.monotonic() - begin < 20
-        dist.barrier()  # all have ended: who leaves closes the group
+        dist.barrier()  # all ranks have ended; the first to leave closes the group
         assert not state.communicator().closed
     model, state = _model(THREE, group=dist.new_group(backend="cgx"))
     _step(model, 0)
@@ -157,8 +160,8 @@ def another_plan_is_an_error_that_names_the_tensor() -> None:
     dist.barrier()
 
 
-def what_only_one_rank_finds_wrong() -> None:
-    """A message that it cannot start fails on all; of what is its own no other one hears."""
+def error_on_one_rank() -> None:
+    """Check that a message that cannot start fails on all ranks; a local error stays local."""
     model, state = _model(THREE)
     _step(model, 0)
     start = refused_start if RANK == SIZE - 1 else ddp_groups.start_apart
@@ -170,8 +173,8 @@ def what_only_one_rank_finds_wrong() -> None:
     identical_on_all_ranks(_step(model, 1))
 
 
-def buckets_of_different_plans_are_refused() -> None:
-    """Where DistributedDataParallel is to make a plan's buckets, ranks compare it first."""
+def mismatched_plan_buckets_raise() -> None:
+    """Check that ranks compare a plan before DistributedDataParallel makes its buckets."""
     module = network()
     plan = EACH if RANK == 0 else THREE
     if "bucket_cap_mb_list" in inspect.signature(DistributedDataParallel).parameters:
@@ -179,7 +182,7 @@ def buckets_of_different_plans_are_refused() -> None:
         fails(MismatchError, words, lambda: ddp.planned_buckets(plan, module))
 
 
-def plans_of_another_model_are_refused() -> None:
+def plan_of_other_model_raises() -> None:
     wider = replace(THREE, numels=(*THREE.numels[:-1], 6))
     longer = Plan((*THREE.names, "x"), (*THREE.numels, 1), (4,) * 9, (*THREE.groups, (8,)))
     for plan, says in (
@@ -193,10 +196,10 @@ def plans_of_another_model_are_refused() -> None:
 
 
 CHECKS: Sequence = (
-    groups_are_messages_and_change_no_bits,
-    a_plan_is_tuned_while_the_model_trains,
-    another_plan_is_an_error_that_names_the_tensor,
-    what_only_one_rank_finds_wrong,
-    buckets_of_different_plans_are_refused,
-    plans_of_another_model_are_refused,
+    groups_are_messages_with_equal_bits,
+    plan_tuned_during_training,
+    mismatched_plans_name_the_tensor,
+    error_on_one_rank,
+    mismatched_plan_buckets_raise,
+    plan_of_other_model_raises,
 )

@@ -1,7 +1,7 @@
-"""Values: every way to use DistributedDataParallel, for one step and for several.
+"""Values in all uses of DistributedDataParallel, for one step and for several.
 
 1. one step
-2. several steps, and a state that is saved
+2. several steps, and a saved state
 """
 
 import copy
@@ -43,7 +43,7 @@ from .common import (
 
 
 def equals_the_oracle() -> None:
-    """In all ways to use DistributedDataParallel, over its buckets before and after rebuilding."""
+    """Compare all options of DistributedDataParallel, before and after it rebuilds its buckets."""
     modes: list[dict[str, Any]] = [
         {},
         {"gradient_as_bucket_view": True},
@@ -71,7 +71,7 @@ def equals_the_oracle() -> None:
 
 
 def carried_by_torch() -> None:
-    """carrier="c10d" gives the same bits, over gloo."""
+    """Check that carrier="c10d" gives the same bits over gloo."""
     gloo = dist.new_group(backend="gloo")
     model, _ = hooked(network(), carrier="c10d", process_group=gloo, bucket_cap_mb=0.001)
     for step in range(2):
@@ -93,8 +93,8 @@ def each_layer_in_its_own_bits() -> None:
     same(gradients_of(model), want)
 
 
-def as_a_block_says() -> None:
-    """Around backward; small messages do not go another way than large ones."""
+def config_from_block() -> None:
+    """Use a config block around backward; it applies to small and large messages."""
     alone = [local_gradients(r, spare=True) for r in range(SIZE)]
     model, _ = hooked(network(), Config(bits=8))
     for block, want in (
@@ -108,7 +108,7 @@ def as_a_block_says() -> None:
 
 
 def accumulates() -> None:
-    """no_sync keeps gradients here; the next backward averages the sum."""
+    """Check that no_sync() accumulates locally, and the next backward averages the sum."""
     model, state = hooked(network())
     with model.no_sync():
         model(images(RANK, 0), spare=True).square().sum().backward()
@@ -127,7 +127,7 @@ def inside_torchs_wrappers() -> None:
     ):
         inner = wrapper(ddp.quantized_allreduce_hook)
 
-        # Without a GPU torch refuses the bfloat16 wrapper, by its function's name alone.
+        # Without a GPU torch rejects the bfloat16 wrapper because of its function's name.
         def hook(
             state: Any, bucket: GradBucket, inner: Any = inner
         ) -> torch.futures.Future[torch.Tensor]:
@@ -140,8 +140,8 @@ def inside_torchs_wrappers() -> None:
         same(gradients_of(model), {k: v.float() for k, v in narrow.items()}, dtype)
 
 
-def a_module_changes_its_dtype() -> None:
-    """Torch would stop averaging without a word."""
+def dtype_change_raises() -> None:
+    """Check that a dtype change raises; torch would silently stop averaging."""
     automatic = DistributedDataParallel(network(), process_group=compressing_group())
     for model in (hooked(network())[0], automatic):
         model(images(RANK), spare=True).square().sum().backward()
@@ -159,7 +159,7 @@ def a_module_changes_its_dtype() -> None:
 
 
 class Mixed(nn.Module):
-    """Parameters of two dtypes, frozen ones, and one without elements."""
+    """Model with parameters of two dtypes, frozen ones, and an empty one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -199,14 +199,14 @@ def small_layers_are_exact() -> None:
 
 
 def over_gloo_under_mpirun() -> None:
-    """The native carrier serves a group of another backend that has the world's ranks."""
+    """Use the native carrier on a group of another backend that has the world's ranks."""
     model, _ = hooked(network(), process_group=dist.new_group(backend="gloo"))
     model(images(RANK), spare=True).square().sum().backward()
     same(gradients_of(model), averaged([local_gradients(r, spare=True) for r in range(SIZE)]))
 
 
 def uneven_inputs() -> None:
-    """Ranks that have run out of data take part with zeros."""
+    """Check that ranks without data contribute zeros."""
     model, state = hooked(network())
     with model.join():
         for step in range(1 + RANK):
@@ -217,13 +217,13 @@ def uneven_inputs() -> None:
     zeros = {name: torch.zeros_like(g) for name, g in last.items()}
     if RANK == SIZE - 1:
         alone = [zeros] * (SIZE - 1) + [last]
-        # Ranks that are still there are what the average divides by in torch's own hook; a hook
-        # of a user's divides by what it likes: all ranks.
+        # Torch's own hook divides by the number of ranks that still have data; a user's hook, such
+        # as this one, divides by all ranks.
         same(gradients_of(model), averaged(alone, step=SIZE - 1))
 
 
-def a_large_layer_before_small_ones() -> None:
-    """One bucket whose first layer has over 64 MB: CGX lost what came after it."""
+def large_layer_before_small_ones() -> None:
+    """Check one bucket whose first layer exceeds 64 MB: CGX dropped the layers after it."""
     torch.manual_seed(0)
     module = nn.ParameterDict(
         {"large": torch.zeros(17 << 20), "after": torch.zeros(30, 30), "last": torch.zeros(7)}
@@ -244,12 +244,12 @@ def a_large_layer_before_small_ones() -> None:
     mean = sum(range(1, SIZE + 1)) / SIZE
     for name, p in module.items():
         assert p.grad is not None
-        # A constant bucket travels exactly, in any number of bits.
+        # A constant bucket is exact for any number of bits.
         assert (p.grad == torch.tensor(mean)).all(), name
         assert p.numel() == numel[name]
 
 
-def not_finite_is_not_hidden() -> None:
+def nonfinite_values_propagate() -> None:
     model, _ = hooked(network())
     x = images(RANK)
     if RANK == SIZE - 1:
@@ -269,8 +269,8 @@ def train(model: nn.Module, steps: range, optimizer: torch.optim.Optimizer) -> N
         optimizer.step()
 
 
-def resumes_to_the_same_bits() -> None:
-    """PyTorch's own end-to-end example, with this hook and state in place of PowerSGD's."""
+def resumes_bitwise_equal() -> None:
+    """Run PyTorch's end-to-end example with this hook and state in place of PowerSGD's."""
     config = Config(bits=3, bucket_size=64)
     modes: list[dict[str, Any]] = [{}, {"bucket_cap_mb": 0.001}]
     for mode in modes:
@@ -304,7 +304,7 @@ def resumes_to_the_same_bits() -> None:
 
 
 class _AcceleratesProject:
-    """What Accelerate's register_for_checkpointing does with an object: no more than this."""
+    """Imitate Accelerate's register_for_checkpointing: it calls only these methods."""
 
     def __init__(self, state: Any) -> None:
         assert callable(state.state_dict) and callable(state.load_state_dict)
@@ -318,7 +318,7 @@ class _AcceleratesProject:
 
 
 def resumes_in_place() -> None:
-    """A hook that is registered already goes on with the steps of the checkpoint."""
+    """Check that a registered hook continues from the checkpoint's step count."""
     config = Config(bits=3, bucket_size=64)
 
     def by_torch(state: Any, folder: str, save: bool) -> None:
@@ -339,7 +339,7 @@ def resumes_in_place() -> None:
             train(model, range(4, 7), optimizer)
 
             again, restored = hooked(network(), Config(bits=4), seed=6)
-            train(again, range(1), torch.optim.SGD(again.parameters(), 1e-4))  # its hook is in use
+            train(again, range(1), torch.optim.SGD(again.parameters(), 1e-4))  # the hook is in use
             again.module.load_state_dict(weights)
             checkpoint(restored, folder, save=False)
             assert (restored.steps, restored.config, restored.seed) == (4, state.config, 5)
@@ -349,7 +349,7 @@ def resumes_in_place() -> None:
 
 
 def two_models() -> None:
-    """Their buckets interleave: a generator and a critic."""
+    """Interleave the buckets of two models, a generator and a critic."""
     one, _ = hooked(network())
     two, _ = hooked(network())
     (
@@ -363,8 +363,8 @@ def two_models() -> None:
         )
 
 
-CHECKS = [equals_the_oracle, carried_by_torch, each_layer_in_its_own_bits, as_a_block_says]
+CHECKS = [equals_the_oracle, carried_by_torch, each_layer_in_its_own_bits, config_from_block]
 CHECKS += [accumulates]
-CHECKS += [inside_torchs_wrappers, a_module_changes_its_dtype, a_large_layer_before_small_ones]
+CHECKS += [inside_torchs_wrappers, dtype_change_raises, large_layer_before_small_ones]
 CHECKS += [layers_of_all_kinds, small_layers_are_exact, over_gloo_under_mpirun, uneven_inputs]
-CHECKS += [not_finite_is_not_hidden, resumes_to_the_same_bits, resumes_in_place, two_models]
+CHECKS += [nonfinite_values_propagate, resumes_bitwise_equal, resumes_in_place, two_models]

@@ -1,4 +1,4 @@
-"""Layers that a step does not use: what hooks keep of them is neither lost nor sent in vain."""
+"""Layers that a step does not use: their state is preserved and no bytes are sent for them."""
 
 from dataclasses import replace
 from typing import Any
@@ -16,18 +16,19 @@ from .common import RANK, SIZE, Net, identical_on_all_ranks, images, network, sa
 LEVELS = Config(bits=1, compressor="levels", bucket_size=64)
 HALF = replace(LEVELS, residual_decay=0.5)
 SPARE = "spare.weight"
-NOBODY, LAST_RANK = 3, 4  # steps in which so many use the spare layer; in others all do
+# the steps in which no rank, or only the last rank, uses the spare layer; otherwise all do
+NO_RANK, LAST_RANK = 3, 4
 
 
 class Weighed(Net):
-    """Uses the spare layer always; a weight of 0 makes its gradient zero."""
+    """Model that always uses the spare layer; weight 0 makes its gradient zero."""
 
     def forward(self, x: torch.Tensor, spare: bool = False) -> torch.Tensor:
         return super().forward(x, True) * float(spare)
 
 
 def kept_of(state: Any) -> dict[str, torch.Tensor]:
-    """Return what a state keeps of the spare layer, biases included."""
+    """Return the state of the spare layer, including biases."""
     kept = {"residuals": state.residuals.tensors, "momenta": {}}
     if isinstance(state, ddp.DeepGradientState):
         kept["momenta"] = state.momenta.tensors
@@ -39,11 +40,11 @@ def kept_of(state: Any) -> dict[str, torch.Tensor]:
     }
 
 
-def what_no_rank_uses_stays_as_it_was() -> None:
-    """A step in which nobody uses a layer is none for it; one in which some do is as any other.
+def unused_layer_state_is_unchanged() -> None:
+    """Check that a step leaves the state of a layer unchanged if no rank uses it.
 
-    The same steps are made by a model that uses it always, with a gradient of zero where the other
-    does not; it is left out of the step in which nobody does.
+    Compares with a model that always uses the layer, with a zero gradient on ranks where the other
+    model does not use it. That model skips the steps in which no rank uses the layer.
     """
     plan = Plan(
         tuple(n for n, _ in network().named_parameters()),
@@ -77,27 +78,27 @@ def what_no_rank_uses_stays_as_it_was() -> None:
             models[-1].register_comm_hook(states[-1], hook)
         model, always = models
         for step in range(6):
-            spare = step < NOBODY or step > LAST_RANK or (step == LAST_RANK and RANK == SIZE - 1)
+            spare = step < NO_RANK or step > LAST_RANK or (step == LAST_RANK and RANK == SIZE - 1)
             before = kept_of(states[0])
-            for each in models if step != NOBODY else [model]:
+            for each in models if step != NO_RANK else [model]:
                 each.zero_grad()
                 each(images(RANK, step), spare=spare).square().sum().backward()
             got, kept = model.module.spare.weight.grad, kept_of(states[0])
-            if step == NOBODY:
+            if step == NO_RANK:
                 assert got is None
-                assert any(x.any() for x in kept.values()), (make, "nothing is kept")
+                assert any(x.any() for x in kept.values()), (make, "the state must not be empty")
                 same(kept, before, make)
                 states[1].steps += 1
                 continue
             assert got is not None
             identical_on_all_ranks({SPARE: got})
-            if hook is not ddp.batched_power_sgd_hook:  # whose Q is of all layers
+            if hook is not ddp.batched_power_sgd_hook:  # the batched hook's Q covers all layers
                 same({SPARE: got}, {SPARE: always.module.spare.weight.grad}, (make, step))
                 same(kept, kept_of(states[1]), (make, step))
-            elif step >= NOBODY:
+            elif step >= NO_RANK:
                 assert got.any() and not torch.equal(
                     kept[f"residuals {SPARE}"], before[f"residuals {SPARE}"]
                 )
 
 
-CHECKS = [what_no_rank_uses_stays_as_it_was]
+CHECKS = [unused_layer_state_is_unchanged]

@@ -1,4 +1,4 @@
-"""Time and errors: what the hook does not wait for, peers that do not come, what is refused."""
+"""Deadlines and errors: the hook does not block; missing peers; invalid calls."""
 
 import datetime
 import time
@@ -32,7 +32,7 @@ from .common import (
 
 
 def does_not_wait() -> None:
-    """The hook returns while a peer has not even begun; only the end of backward waits."""
+    """Check that the hook returns before a peer has begun; only the end of backward waits."""
     for carrier in ("native", "c10d"):
         done, begun = [], time.monotonic()
 
@@ -62,14 +62,14 @@ def does_not_wait() -> None:
             assert time.monotonic() - begun > 0.3
 
 
-def a_peer_that_never_comes() -> None:
+def missing_peer() -> None:
     group = dist.new_group(backend="cgx", timeout=datetime.timedelta(seconds=1))
     model, _ = hooked(network(), process_group=group)
     loss = model(images(RANK), spare=True).square().sum()
     if RANK == 0:
         fails(RuntimeError, "rank 1 has not started it", loss.backward)
     dist.barrier()
-    # Torch's collectives end at the deadline of the group that was given, on the state's own too.
+    # Torch's collectives have the deadline of the given group, with the state's own carrier too.
     group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=2))
     model, state = hooked(network(), process_group=group, carrier="c10d")
     state.carry()
@@ -78,7 +78,7 @@ def a_peer_that_never_comes() -> None:
         begun = time.monotonic()
         try:
             loss.backward()
-        except RuntimeError as error:  # gloo's own words, whichever they are
+        except RuntimeError as error:  # the error text is gloo's
             assert "Unable to cast" not in str(error), error
         else:
             raise AssertionError("nothing was raised")
@@ -86,8 +86,8 @@ def a_peer_that_never_comes() -> None:
     dist.barrier()
 
 
-def looks_for_names_once() -> None:
-    """Steps after the first do not walk through the modules."""
+def looks_up_names_once() -> None:
+    """Check that steps after the first do not traverse the modules."""
     model, _ = hooked(network())
     for _ in range(2):
         model(images(RANK), spare=True).square().sum().backward()
@@ -106,7 +106,7 @@ def looks_for_names_once() -> None:
     assert not walks
 
 
-def refuses() -> None:
+def rejects_bad_calls() -> None:
     model, _ = hooked(network(dtype=torch.float64))
     loss = model(images(RANK).double(), spare=True).square().sum()
     fails(TypeError, "'first.weight', 'first.bias'", loss.backward)
@@ -115,7 +115,8 @@ def refuses() -> None:
     loss = model(torch.tensor([1, 2])).sum()
     fails(TypeError, "sparse=False", loss.backward)
 
-    for bits in (4, 32):  # their buckets are real: layers would not lie where they seem to
+    # the buckets are real, so the layers of a complex gradient would not be where expected
+    for bits in (4, 32):
         model, _ = hooked(Products(torch.complex64), Config(bits=bits))
         fails(TypeError, "torch.complex64", model(1.0).backward)
 
@@ -142,7 +143,7 @@ def refuses() -> None:
     try:
         wrong = "'first.weight' was registered with 801"
         model = DistributedDataParallel(module, process_group=compressing_group())
-        for _ in range(2):  # it does not go away
+        for _ in range(2):  # the error must persist
             fails(ValueError, wrong, lambda: model(images(RANK)))
         model, _ = hooked(network())
         fails(ValueError, wrong, model(images(RANK), spare=True).sum().backward)
@@ -150,8 +151,8 @@ def refuses() -> None:
         layers.forget_models()
 
 
-def goes_over_to_another_group() -> None:
-    """A state whose process_group was set averages over that one's ranks, whatever was before."""
+def switches_process_group() -> None:
+    """Check that setting a state's process_group changes the ranks of the average."""
     alone: Any = [dist.new_group([rank], backend="cgx") for rank in range(SIZE)][RANK]
     for carrier in ("native", "c10d"):
         model, state = hooked(network(), carrier=carrier)
@@ -163,7 +164,7 @@ def goes_over_to_another_group() -> None:
         model.register_comm_hook(state, ddp.quantized_allreduce_hook)
         model(images(RANK), spare=True).square().sum().backward()
         same(gradients_of(model), local_gradients(RANK, spare=True), carrier)
-    # Before the bits of a model are decided, too.
+    # Change the group before the model's bits are decided, too.
     model = DistributedDataParallel(network(), process_group=alone)
     state = ddp.QuantizedAllreduceState(auto_bits=True)
     model.register_comm_hook(state, ddp.quantized_allreduce_hook)
@@ -171,5 +172,5 @@ def goes_over_to_another_group() -> None:
     assert state.auto_bits
 
 
-CHECKS = [goes_over_to_another_group]
-CHECKS += [does_not_wait, a_peer_that_never_comes, looks_for_names_once, refuses]
+CHECKS = [switches_process_group]
+CHECKS += [does_not_wait, missing_peer, looks_up_names_once, rejects_bad_calls]

@@ -1,4 +1,4 @@
-"""What the checks of Deep Gradient Compression's hook share: models, and the hook beside numpy."""
+"""Helpers of the Deep Gradient Compression checks: models, and a numpy reference of the hook."""
 
 from typing import Any
 
@@ -33,18 +33,18 @@ def hooked(
 
 
 class Followed:
-    """A model whose hook's every step is done again by the reference, and compared to the bit.
+    """A model whose every step is repeated by the reference and compared bit for bit.
 
     Attributes:
-        model, state: the hook's.
-        average: what all ranks got, by layer.
-        layers: the reference of each.
+        model, state: the model with the hook, and its state.
+        average: the average that all ranks received, by layer.
+        layers: the reference of each layer.
     """
 
     def __init__(
         self, module: nn.Module | None = None, hosts: list[int] | None = None, **options: Any
     ) -> None:
-        """hosts: the host of each rank, where ranks of one add their gradients up."""
+        """Create the model. Ranks with equal `hosts` sum their gradients first."""
         self.model, self.state = hooked(module, hook=self._run, **options)
         self.names = {id(p): name for name, p in self.model.module.named_parameters()}
         self.given: dict[str, list[torch.Tensor]] = {}
@@ -76,14 +76,14 @@ class Followed:
         return ddp.deep_gradient_hook(state, bucket).then(note)
 
     def compare(self, step: int) -> None:
-        """Compare averages, momenta and residuals of the step that was made with the reference."""
+        """Compare the step's averages, momenta and residuals with the reference."""
         method = self.state.method
         density = density_at(step, method.warmup_steps, method.density)
         hosts = sorted(set(self.hosts))
         first = self.hosts.index(self.hosts[RANK]) == RANK
         for name, layer in self.layers.items():
             values = self._sums(name)
-            # Sums of hosts, whose mean is too large by a power of two.
+            # Sums over hosts, whose mean is larger by a power of two.
             average = layer.step(values, density) * np.float32(len(hosts) / SIZE)
             got = self.average[name]
             assert torch.equal(got, torch.from_numpy(average).to(got.dtype)), (step, name)

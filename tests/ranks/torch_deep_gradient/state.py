@@ -1,6 +1,6 @@
-"""What the hook keeps and refuses.
+"""State and errors of the hook.
 
-1. buckets that are made anew, messages, rules, blocks
+1. rebuilt buckets, messages, rules, blocks
 2. checkpoints; those for other numbers of ranks are in run_torch_restart.py
 3. optimizers
 4. bad input
@@ -46,7 +46,7 @@ METHOD = Method(ddp.deep_gradient_hook, ddp.DeepGradientState, hooked, kept_of)
 
 
 def buckets() -> None:
-    """One sparse message, one exact."""
+    """Check that there are one sparse and one exact message."""
     for state in method_cases.buckets(METHOD, messages=2 if SIZE > 1 else 1):
         assert state.residuals.tensors.keys() == MATRICES
 
@@ -58,7 +58,7 @@ def carried_by_torch() -> None:
 
 
 def inside_torchs_wrapper() -> None:
-    """As gradients of 16 bits are averaged; the model's are float32."""
+    """Compare with averaging 16-bit gradients; the model itself is float32."""
     hook: Any = default_hooks.fp16_compress_wrapper(ddp.deep_gradient_hook)  # type: ignore[arg-type]
     model, state = hooked(hook=hook)
     weights = train(model, range(5))
@@ -70,11 +70,11 @@ def rules_and_blocks() -> None:
     rules = [(r"2\.weight", 32), (r"4\.weight", {"density": 0.5})]
     model, state = hooked(rules=Rules(rules, exact_vectors=False), momentum=0.0)
     backward(model, 0)
-    # The last bias has 8 elements, which are sent as they are.
+    # The last bias has 8 elements, which are sent exactly.
     assert state.residuals.tensors.keys() == {"0.weight", "4.weight", "0.bias", "2.bias"}
     if SIZE > 1:
         assert int((state.residuals.tensors["4.weight"] == 0).sum()) == 96
-    # Exact steps are those of momentum SGD, and send all that is owed.
+    # Exact steps are those of momentum SGD, and send the whole residual.
     for nesterov in (False, True):
         model, state = hooked(nesterov=nesterov)
         alone = network()
@@ -93,7 +93,7 @@ def rules_and_blocks() -> None:
         for p, q in zip(model.module.parameters(), alone.parameters(), strict=True):
             assert torch.allclose(p, q, rtol=1e-5, atol=1e-6)
         assert not any(v.any() for v in state.residuals.tensors.values())
-    # Then sparse ones go on from there.
+    # Sparse steps continue from there.
     backward(model, 4)
     assert SIZE == 1 or all(v.any() for v in state.residuals.tensors.values())
     with cgx_ops.torch.compressed(Config(bits=8)):
@@ -104,7 +104,7 @@ def rules_and_blocks() -> None:
 
 
 def resumed() -> None:
-    """In the midst of the warm-up."""
+    """Resume during the warm-up."""
     method_cases.resumed(METHOD, 9, warmup_steps=6, density=0.01, nesterov=True, clip=1.0)
 
 
@@ -112,12 +112,12 @@ def resumed() -> None:
 
 
 def optimizers() -> None:
-    """Momentum is applied once: by the state or by the optimizer."""
+    """Check that momentum is applied once: by the state or by the optimizer."""
     words = "momentum 0.5, so momentum would be applied twice: use torch.optim.SGD"
     model, state = hooked()
     twice = torch.optim.SGD(model.parameters(), 0.1, momentum=0.5)
     fails(InvalidArgument, words, lambda: state.check(twice))
-    twice.step()  # of no gradients
+    twice.step()  # without gradients
     backward(model, 0)
     before = [p.clone() for p in model.parameters()]
     fails(InvalidArgument, words, twice.step)
@@ -125,7 +125,8 @@ def optimizers() -> None:
     adam = torch.optim.AdamW(model.parameters(), 0.1)
     backward(model, 1)
     fails(InvalidArgument, "AdamW has momentum 0.9, so", adam.step)
-    # What has none, or is of other parameters, or of gradients that are not this state's, goes on.
+    # Optimizers without momentum, with other parameters, or with gradients from elsewhere do not
+    # raise.
     backward(model, 2)
     torch.optim.SGD(network().parameters(), 0.1, momentum=0.5).step()
     torch.optim.SGD(model.parameters(), 0.1, weight_decay=0.1).step()
@@ -173,7 +174,7 @@ def bad_gradients() -> None:
 def bad_states() -> None:
     model, state = hooked()
     train(model, range(3))
-    # Another model's; another rank's; one whose layer was sparse.
+    # States of another model, of another rank, and with a sparse layer that is now exact.
     for change, words in (
         (lambda s: s.residuals.tensors.update({"2.weight": torch.ones(5)}), "has 5 elements"),
         (lambda s: s.momenta.tensors.update({"2.bias": torch.ones(5)}), "has 5 elements"),

@@ -1,7 +1,7 @@
-"""What averages, momenta and residuals are.
+"""Values of averages, momenta and residuals.
 
-1. those of the reference, to the bit, over 50 steps; weights as near as float32 rounds
-2. nothing is given up; what is not finite, and zeros
+1. averages are bitwise equal to the reference over 50 steps; weights up to float32 rounding
+2. gradients are conserved; NaN, infinities and zeros
 """
 
 from typing import Any
@@ -20,7 +20,7 @@ RATE = 0.02
 
 
 def follow(steps: int, **options: Any) -> Followed:
-    """Train; compare each step, and the weights after the last."""
+    """Train, compare each step, and compare the weights after the last."""
     followed = Followed(**options)
     optimizer = torch.optim.SGD(followed.model.parameters(), RATE)
     parameters = dict(followed.model.module.named_parameters())
@@ -34,7 +34,7 @@ def follow(steps: int, **options: Any) -> Followed:
         for name, average in followed.average.items():
             change = average * RATE
             weights[name] = weights[name] - change
-            # A product and a difference are rounded here; torch may round once, or twice.
+            # The reference rounds a product and a difference; torch may round once, or twice.
             unit = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
             size = weights[name].abs().double() + 2 * change.abs().double()
             bound[name] += 2 * unit[average.dtype] * size + 2.0**-24
@@ -45,11 +45,11 @@ def follow(steps: int, **options: Any) -> Followed:
     return followed
 
 
-def the_method() -> None:
+def default_method() -> None:
     follow(50)
 
 
-def all_its_forms() -> None:
+def all_options() -> None:
     follow(50, nesterov=True)
     follow(50, clip=0.5)
     follow(50, clip=0.5, nesterov=True, momentum=0.5)
@@ -59,19 +59,23 @@ def all_its_forms() -> None:
     follow(10, density=0.25, config=Config(compressor="topk", value_bits=16))
 
 
-def gradients_of_sixteen_bits() -> None:
+def half_precision_gradients() -> None:
     for dtype in (torch.float16, torch.bfloat16):
         follow(50, module=network(dtype), clip=2.0)
 
 
-# ---- 2. nothing is given up ----------------------------------------------------------------------
+# ---- 2. conservation -----------------------------------------------------------------------------
 
 
 def conservation() -> None:
-    """Without momentum gradients and what was kept are the average and what is kept.
+    """Check that gradients plus old residuals equal average plus new residuals, without momentum.
 
-    Of each rank c = v + g is rounded once, and c less what was sent once; W sums and a quotient
-    are rounded: all that together is less than W + 3 roundings of the sum of all |c|.
+    Each rank rounds c = v + g once, and c minus the sent values once; W sums and a quotient are
+    rounded. Together that is less than W + 3 roundings of the sum of all
+
+    c
+
+    .
     """
     variants: list[dict[str, Any]] = [
         {"config": Config(compressor="topk")},
@@ -105,7 +109,7 @@ def zeros_like(followed: Followed) -> list[tuple[str, torch.Tensor]]:
 
 
 def zeros() -> None:
-    """Momentum goes on through gradients of zero, and what is owed is sent."""
+    """Check that momentum continues with zero gradients, and that residuals are sent."""
     followed = Followed()
     for step, scale in enumerate((0.0, 1.0, 0.0, 0.0, 1.0)):
         followed.model.zero_grad()
@@ -114,7 +118,7 @@ def zeros() -> None:
 
 
 def not_finite() -> None:
-    """One rank's NaN is every rank's, there alone, and leaves no trace."""
+    """Check that one rank's NaN appears on every rank, there alone, and not in the state."""
     for clip in (None, 1.0):
         followed = Followed(clip=clip)
         for step in range(5):
@@ -133,7 +137,7 @@ def not_finite() -> None:
 
 
 def threshold() -> None:
-    """It sends about as many as topk."""
+    """Check that `threshold` sends about as many values as `topk`."""
     model, state = hooked(config=Config(compressor="threshold"), momentum=0.0)
     for step in range(3):
         model.zero_grad()
@@ -145,5 +149,5 @@ def threshold() -> None:
                 assert 1 <= sent <= 1.3 * wanted + 1, (name, sent)
 
 
-CHECKS = [the_method, not_finite]
-CHECKS += [all_its_forms, gradients_of_sixteen_bits, conservation, zeros, threshold]
+CHECKS = [default_method, not_finite]
+CHECKS += [all_options, half_precision_gradients, conservation, zeros, threshold]

@@ -1,7 +1,7 @@
-"""Bits that follow the gradients that FSDP2 reduces.
+"""Adaptive bits of the gradients that FSDP2 reduces.
 
-1. values: bits are those of the oracle's statistics, and messages have them
-2. checkpoints, and what is refused
+1. values: bits match the oracle's statistics, and messages use them
+2. checkpoints and invalid settings
 """
 
 import pickle
@@ -34,7 +34,7 @@ def adaptive(**options: Any) -> AdaptiveBits:
 
 
 def bits_follow_the_gradients() -> None:
-    """Statistics of steps 0 and 2, the mean over ranks, decide of step 4."""
+    """Check that statistics of steps 0 and 2, averaged over ranks, determine the bits of step 4."""
     for rules in (Rules(), Rules([(r"blocks\.1\.linear\.weight", 8)])):
         model: Any = sharded(Model())
         state = fsdp.compress(model, NEAREST, adaptive=adaptive(), rules=rules)
@@ -44,7 +44,7 @@ def bits_follow_the_gradients() -> None:
                 train(model, range(step, step + 1))
                 steps.append([m for m in messages if m.verb == "reduce_scatter"])
                 messages.clear()
-        # The blocks' in the order of backward, the root's somewhere between them.
+        # The blocks in the order of backward, with the root at some position between them.
         linear = iter(f"blocks.{i}.linear.weight" for i in (2, 1, 0))
         head = WIDTH * -(-CLASSES // size)
         order = [
@@ -73,7 +73,7 @@ def bits_follow_the_gradients() -> None:
         counts = [numels[name] for name in free]
         losses = [n * s / 2 for n, s in zip(counts, sums, strict=True)]
         want = dict(zip(free, allocate_bits(losses, counts, "norm", config=NEAREST), strict=True))
-        assert set(want.values()) != {4}, "a test of nothing"
+        assert set(want.values()) != {4}, "the bits must change, or the test checks nothing"
         assert state.adaptive is not None
         assert state.adaptive.bits == want
         for step, sent in enumerate(steps):
@@ -85,8 +85,8 @@ def bits_follow_the_gradients() -> None:
                 )
 
 
-def resumed_bits_are_the_same() -> None:
-    """Saved while averages are on their way, and between decisions; with feedback, too."""
+def resumed_bits_are_equal() -> None:
+    """Check states saved while averages are in flight, and between decisions, with feedback too."""
     for config in (NEAREST, KEPT):
         for stop in (3, 5):
             with folder_of_all() as folder:
@@ -115,8 +115,8 @@ def resumed_bits_are_the_same() -> None:
                     assert restored.adaptive.bits == state.adaptive.bits
 
 
-def one_rank_may_save_alone() -> None:
-    """After each step, measured ones too: averages are on their way when backward ends."""
+def one_rank_saves_alone() -> None:
+    """Save on one rank after each step, also while averages are in flight after backward."""
     model: Any = sharded(Model())
     for frozen in (False, True):
         if frozen:
@@ -129,8 +129,8 @@ def one_rank_may_save_alone() -> None:
             dist.barrier()
 
 
-def modules_wrapped_together_are_one() -> None:
-    """So a step's last message is known, and one rank may save alone."""
+def modules_wrapped_together() -> None:
+    """Check that a step's last message is known, so that one rank may save alone."""
     model: Any = Model()
     fully_shard([model.blocks[0], model.blocks[1]])
     fully_shard(model)
@@ -142,7 +142,7 @@ def modules_wrapped_together_are_one() -> None:
     dist.barrier()
 
 
-def what_cannot_adapt() -> None:
+def invalid_adaptive_settings() -> None:
     model: Any = sharded(Model())
 
     def of(config: Any, **options: Any) -> Any:
@@ -163,5 +163,5 @@ def what_cannot_adapt() -> None:
     )
 
 
-CHECKS = [bits_follow_the_gradients, resumed_bits_are_the_same, one_rank_may_save_alone]
-CHECKS += [modules_wrapped_together_are_one, what_cannot_adapt]
+CHECKS = [bits_follow_the_gradients, resumed_bits_are_equal, one_rank_saves_alone]
+CHECKS += [modules_wrapped_together, invalid_adaptive_settings]

@@ -1,4 +1,4 @@
-"""Averages have the same bits whatever dtype, device and autocast the caller has set."""
+"""Averages have the same bits for every default dtype, default device and autocast setting."""
 
 import contextlib
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ STEPS = 5
 def trained(
     feedback: Feedback | None, consolidates: bool, forward: Setting, rest: Setting
 ) -> torch.Tensor:
-    """Return the weights after some steps, whose forward passes and the rest are in contexts."""
+    """Return the weights after some steps, with forward passes and the rest in these contexts."""
     model = sharded(Model())
     state = fsdp.compress(model, LEVELS, weights=Config(bits=8), feedback=feedback)
     optimizer = torch.optim.SGD(model.parameters(), 0.05)

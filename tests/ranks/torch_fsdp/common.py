@@ -1,7 +1,7 @@
-"""What the checks of FSDP2 share: a model, comparisons, and messages.
+"""Helpers of the FSDP2 checks: a model, comparisons, and messages.
 
 1. models and weights
-2. recorded(): every message that FSDP hands to the core, and the oracle's answer to it
+2. recorded(): every message that FSDP hands to the core, and the oracle's result
 """
 
 from collections.abc import Callable, Iterator
@@ -29,7 +29,7 @@ FEW = Config(bits=4, bucket_size=64)
 
 
 class Block(nn.Module):
-    """Rows that no number of ranks divides; weights, biases and a norm."""
+    """Layers with odd numbers of rows, which ranks cannot divide evenly; with biases and a norm."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Blocks, used in order, each as often as `times` says."""
+    """Model of blocks, used in order, each `times` times."""
 
     def __init__(self, times: int = 1, recompute: bool = False) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ def batch(step: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, 
 
 
 def sharded(model: Model, **options: Any) -> Any:
-    """Return the model with each block and the rest sharded: all ranks begin with equal weights."""
+    """Shard each block and the root; all ranks begin with equal weights."""
     torch.manual_seed(5)
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.1)
@@ -78,7 +78,7 @@ def full(parameter: Any) -> torch.Tensor:
 
 
 def weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the whole exact weights: collective."""
+    """Return the full exact weights (collective)."""
     return {name: full(p) for name, p in model.named_parameters()}
 
 
@@ -90,7 +90,7 @@ def same_on_all_ranks(tensors: dict[str, torch.Tensor]) -> bool:
     )
 
 
-# ---- every message, to the bit -------------------------------------------------------------------
+# ---- every message, bit for bit ------------------------------------------------------------------
 
 
 @dataclass
@@ -107,7 +107,7 @@ class Message:
 
 @contextmanager
 def recorded() -> Iterator[list[Message]]:
-    """Give a list of the messages that FSDP hands to the core inside."""
+    """Yield a list of the messages that FSDP hands to the core in the block."""
     messages: list[Message] = []
     original: Callable[..., dist.Work] = hooks.start
 
@@ -137,7 +137,7 @@ def recorded() -> Iterator[list[Message]]:
 
 
 def equals_the_oracle(message: Message) -> bool:
-    """Compare this rank's output with what all ranks' inputs must give."""
+    """Return whether this rank's output is the oracle's result for all ranks' inputs."""
     group, config = message.group, message.config
     everyones: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyones, (message.input, message.seed), group)
@@ -147,7 +147,7 @@ def equals_the_oracle(message: Message) -> bool:
         for own in [s.config or config]
     ]
     options: dict[str, Any] = {
-        "rounding": config.rounding or "stochastic",  # uniform's own
+        "rounding": config.rounding or "stochastic",  # the default of the uniform compressor
         "seeds": [seed for _, seed in everyones],
         "minimal_size": config.minimal_size,
     }
@@ -155,7 +155,7 @@ def equals_the_oracle(message: Message) -> bool:
     if message.verb == "all_gather":
         want = reference.all_gather(inputs, segments, **options)
     else:
-        # Replicas gather the same weights, and reduce with noise of their own.
+        # Replicas gather the same weights, but reduce with different noise.
         options["noise_ranks"] = dist.get_process_group_ranks(group)
         blocks = reference.reduce_scatter(inputs, segments, op=message.op, **options)  # type: ignore[arg-type]
         want = blocks[dist.get_rank(group)]
@@ -165,7 +165,7 @@ def equals_the_oracle(message: Message) -> bool:
 def expected_segments(module: nn.Module, size: int, bits: int) -> list[tuple[int, int]]:
     """Return (elements in a block, bits) of a wrapped module's own parameters.
 
-    bits: of matrices.
+    bits: the bits of matrices.
     """
     shapes = [p.shape for _, p in own_parameters(module)]
     return [

@@ -1,8 +1,8 @@
-"""Error feedback of gradients' reduce-scatter.
+"""Error feedback of the gradients' reduce-scatter.
 
-1. every message and every residual, against cgx_ops' own reduce_scatter to the bit
+1. every message and residual, against the numpy reduce_scatter, bit for bit
 2. LoCo's form: 8 bits, averaged, reset
-3. checkpoints, consolidated ones on another number of shards, and what is refused
+3. checkpoints, consolidated ones on a different number of shards, and invalid settings
 """
 
 import itertools
@@ -38,7 +38,7 @@ KEPT = Config(bits=8, bucket_size=512, rounding="nearest")
 
 @contextmanager
 def checked() -> Iterator[dict[str, list[tuple[torch.Tensor, torch.Tensor]]]]:
-    """Compare every reduce-scatter inside; give residuals before and after, by module."""
+    """Compare every reduce-scatter in the block; yield residuals before and after, by module."""
     seen: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {}
     original = hooks.start
 
@@ -52,7 +52,7 @@ def checked() -> Iterator[dict[str, list[tuple[torch.Tensor, torch.Tensor]]]]:
         assert flat is not None
 
         def kept() -> Any:
-            """Return a copy, with zeros for what travels exact."""
+            """Return a copy of the residual, with zeros for exact segments."""
             blocks = flat.numpy().reshape(comm.size, -1).copy()
             for segment, residual in zip(segments, residuals, strict=True):
                 if residual is None:
@@ -92,8 +92,8 @@ def train(model: Any, steps: range) -> None:
         optimizer.zero_grad()
 
 
-def feedback_to_the_bit() -> None:
-    """On by default with biased compressors; what one step leaves is what the next one takes."""
+def feedback_matches_reduce_scatter() -> None:
+    """Check that biased compressors enable feedback, and residuals carry over to the next step."""
     for config in (LEVELS, TOPK, Config(bits=2, bucket_size=64, error_feedback=True)):
         model = sharded(Model())
         state = fsdp.compress(model, config)
@@ -133,7 +133,7 @@ def averaged_in_eight_bits() -> None:
     assert (loco.bits, loco.average, loco.reset) == (8, 0.8, 1024)
 
 
-def resumed_feedback_is_the_same_to_the_bit() -> None:
+def resumed_feedback_is_bitwise_equal() -> None:
     for feedback in (None, Feedback(bits=8, average=0.5, reset=4), Feedback(average=0.5)):
         with folder_of_all() as folder:
             model = sharded(Model())
@@ -162,7 +162,7 @@ def resumed_feedback_is_the_same_to_the_bit() -> None:
 
 
 def parts_of(whole: torch.Tensor, shards: int) -> list[torch.Tensor]:
-    """Return each shard of a parameter, flat, padded with zeros as FSDP pads it."""
+    """Return each shard of a parameter, flat, zero-padded as by FSDP."""
     rows = -(-len(whole) // shards)
     padded = torch.zeros(shards * rows, *whole.shape[1:], dtype=whole.dtype)
     padded[: len(whole)] = whole
@@ -170,7 +170,7 @@ def parts_of(whole: torch.Tensor, shards: int) -> list[torch.Tensor]:
 
 
 def blocks_of(model: Any, module: str, whole: dict[str, torch.Tensor], shards: int) -> torch.Tensor:
-    """Return a module's flat gradient, given each parameter's; zeros for what is not given."""
+    """Return a module's flat gradient from its parameters' values; missing ones are zero."""
     columns = []
     prefix = f"{module}." if module else ""
     for name, parameter in own_parameters(model.get_submodule(module)):
@@ -180,7 +180,7 @@ def blocks_of(model: Any, module: str, whole: dict[str, torch.Tensor], shards: i
 
 
 def consolidated_residuals_fit_any_number_of_shards() -> None:
-    """From W shards to W / 2, each twice; every residual of the first step there is the mean."""
+    """Load from W shards to W / 2, each twice; every residual is the mean over the ranks."""
     ranks = dist.get_world_size()
     meshes = init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("replicas", "shards"))
     for feedback in (Feedback(), Feedback(bits=8, average=0.5)):
@@ -206,7 +206,8 @@ def consolidated_residuals_fit_any_number_of_shards() -> None:
                     decoded = codec.dequantize(flat.numpy().tobytes(), numel, config=KEPT)
                     flat = torch.from_numpy(decoded)
                 sum_of = sum_of + flat
-            # Padding and exact parameters have none, but in 8 bits there is no 0 for them.
+            # Padding and exact parameters have no residual, but the 8-bit format cannot represent 0
+            # there.
             ones = {name: torch.ones(shape) for name, shape in shapes.items()}
             sum_of = sum_of * blocks_of(model, module, ones, ranks)
             got = blocks_of(model, module, whole, ranks)
@@ -234,7 +235,7 @@ def consolidated_residuals_fit_any_number_of_shards() -> None:
 
 
 class Two(nn.Module):
-    """Two matrices in one group, which any number of ranks up to four divides."""
+    """Model with two matrices in one group; sizes are divisible by one to four ranks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -246,7 +247,7 @@ class Two(nn.Module):
 
 
 def residuals_stay_with_their_parameters() -> None:
-    """Through freezing and unfreezing; that of a frozen one waits, and is saved."""
+    """Freeze and unfreeze a parameter; its residual waits, and is saved."""
     ranks, numel, key = dist.get_world_size(), 24 * 48, "fsdp/reduce_scatter/"
     for feedback in (Feedback(), Feedback(bits=8, average=0.5)):
 
@@ -264,7 +265,7 @@ def residuals_stay_with_their_parameters() -> None:
             for step, trained in enumerate(["a", "b", "ab"]):
                 model.a.requires_grad_("a" in trained)
                 model.b.requires_grad_("b" in trained)
-                if step == 2:  # another process goes on
+                if step == 2:  # continue in a new model, as after a restart
                     saved = state.state_dict()
                     state = fsdp.compress(model, LEVELS, feedback=feedback)
                     assert state.kept is not None
@@ -285,8 +286,8 @@ def residuals_stay_with_their_parameters() -> None:
         assert tc.same_bits(third, both), feedback
 
 
-def what_was_loaded_is_consolidated_alike() -> None:
-    """Before any backward, too."""
+def loaded_state_can_be_consolidated() -> None:
+    """Also consolidate before any backward."""
     for feedback in (Feedback(), fsdp.LOCO):
         state = fsdp.compress(model := sharded(Model()), LEVELS, feedback=feedback)
         train(model, range(2))
@@ -323,7 +324,7 @@ def bad_feedback() -> None:
 
 
 def compressors_by_rule() -> None:
-    """One module by topk, with residuals; the others in 8 bits, without."""
+    """Use topk with residuals for one module, and 8 bits without residuals for the others."""
     rules = Rules(
         [("head", {"compressor": "topk", "density": 0.2}), (r"blocks\.1", {"compressor": "randk"})]
     )
@@ -336,7 +337,7 @@ def compressors_by_rule() -> None:
     assert state.kept.residuals.tensors.keys() == {"", "blocks.1"}
 
 
-CHECKS = [feedback_to_the_bit, averaged_in_eight_bits, compressors_by_rule]
-CHECKS += [residuals_stay_with_their_parameters, what_was_loaded_is_consolidated_alike]
-CHECKS += [resumed_feedback_is_the_same_to_the_bit, bad_feedback]
+CHECKS = [feedback_matches_reduce_scatter, averaged_in_eight_bits, compressors_by_rule]
+CHECKS += [residuals_stay_with_their_parameters, loaded_state_can_be_consolidated]
+CHECKS += [resumed_feedback_is_bitwise_equal, bad_feedback]
 CHECKS += [consolidated_residuals_fit_any_number_of_shards]

@@ -1,4 +1,4 @@
-"""Every message, to the bit: what is sent, what forward sees, on meshes of one axis and of two."""
+"""Every message, bit for bit: bytes sent, weights in forward, meshes of one and two dimensions."""
 
 import itertools
 from contextlib import nullcontext
@@ -34,7 +34,7 @@ from .common import (
 
 
 def messages_equal_the_oracle() -> None:
-    """Values, segments, and how many: for all roundings and dtypes."""
+    """Compare values, segments and the number of messages, for all roundings and dtypes."""
     size = dist.get_world_size()
     policies = [
         MixedPrecisionPolicy(),
@@ -66,12 +66,12 @@ def messages_equal_the_oracle() -> None:
             assert equals_the_oracle(message), (policy, message.verb, message.config)
         seeds = [m.seed for m in reductions]
         assert len(set(seeds)) == len(seeds)
-        # Backward gathers what forward saw; the next step's noise is another.
+        # Backward gathers the weights of forward; the next step draws different noise.
         assert len({m.seed for m in gathers}) == 2 * 4
 
 
-def what_forward_sees() -> None:
-    """Quantized weights, the same bits on all ranks; exact biases, norms and shards."""
+def weights_in_forward() -> None:
+    """Check that weights are quantized and equal on all ranks, biases, norms and shards exact."""
     model = sharded(Model())
     before = weights(model)
     fsdp.compress(model, FEW, fsdp.WEIGHTS)
@@ -124,7 +124,7 @@ def other_layouts() -> None:
         exact(x).square().sum().backward()
         with recorded() as messages:
             few(x).square().sum().backward()
-        # The first all-gather in the group's own way, then one more for backward, if it reshards.
+        # The first all-gather uses the group's layout; backward gathers again if it reshards.
         assert len(messages) == (3 if together else 2)
         for message in messages:
             bits = message.config.bits
@@ -135,7 +135,7 @@ def other_layouts() -> None:
 
 
 def hybrid() -> None:
-    """Two replicas of two shards: both reductions compressed, replicas equal to the bit."""
+    """Test two replicas of two shards: both reductions are compressed, and replicas are equal."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     replicas = mesh.get_group("replicate")
     communicator = Communicator.find(replicas.group_name)
@@ -148,7 +148,7 @@ def hybrid() -> None:
         loss = torch.zeros(())
         for step in range(3):
             x, y = batch(step)
-            last = step != 1  # one step of two batches, whose sum alone is reduced over replicas
+            last = step != 1  # one step has two batches; only their sum is reduced over replicas
             model.set_requires_all_reduce(last)
             sent = communicator.bytes_sent
             with recorded() as messages, compressed(FEW) if few else nullcontext():
@@ -168,7 +168,7 @@ def hybrid() -> None:
                 reductions = [m.seed for m in messages if m.verb == "reduce_scatter"]
                 pair: list[Any] = [None, None]
                 dist.all_gather_object(pair, reductions, replicas)
-                assert not set(pair[0]) & set(pair[1]), "replicas round gradients alike"
+                assert not set(pair[0]) & set(pair[1]), "replicas must use different noise"
                 assert sent < 4 * local.numel() / 3, (sent, local.numel())
             else:
                 assert not messages
@@ -188,7 +188,7 @@ def equal_in(group: dist.ProcessGroup, x: torch.Tensor) -> bool:
 
 
 def smaller_mesh_after_forward() -> None:
-    """reshard_after_forward=2 of 4: backward gathers parts of what forward saw, exact."""
+    """Check that backward gathers forward's weights exactly with reshard_after_forward=2 of 4."""
     model = sharded(Model(), reshard_after_forward=2)
     fsdp.compress(model, FEW, replace(FEW, rounding="shift"))
     seen: dict[nn.Module, list[torch.Tensor]] = {}
@@ -209,5 +209,5 @@ def smaller_mesh_after_forward() -> None:
         assert tc.same_bits(forward, backward)
 
 
-CHECKS = [messages_equal_the_oracle, what_forward_sees, other_layouts]
+CHECKS = [messages_equal_the_oracle, weights_in_forward, other_layouts]
 CHECKS += [hybrid, smaller_mesh_after_forward]

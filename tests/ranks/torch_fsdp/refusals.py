@@ -1,4 +1,4 @@
-"""What is refused, what is exact with a warning, and what another call of compress() changes."""
+"""Invalid calls, unsupported models (exact with a warning), and repeated calls of compress()."""
 
 import contextlib
 import re
@@ -51,10 +51,10 @@ def warned(call: Callable[[], object]) -> list[str]:
     return [str(w.message) for w in caught if re.search("cgx_ops|no layer", str(w.message))]
 
 
-def exact_with_a_warning() -> None:
+def exact_with_warning() -> None:
     def run(model: Any, dtype: torch.dtype = torch.float32) -> None:
         x, y = batch(0, dtype)
-        for _ in range(2):  # said once
+        for _ in range(2):  # the warning appears once
             nn.functional.cross_entropy(model(x), y).backward()
 
     plain, double = (sharded(Model().double()) for _ in range(2))
@@ -85,11 +85,11 @@ def exact_with_a_warning() -> None:
     assert not warned(lambda: run(model))
 
 
-def compressing_again() -> None:
-    """The last call counts; without any Config all is as FSDP2 has it."""
+def repeated_compress() -> None:
+    """Check that the last call counts, and that without a Config FSDP2 is unchanged."""
     x, y = batch(0)
     model = sharded(Model())
-    # Weights alone: gradients go the same way, exact, and tell that the weights were used.
+    # Weights only: gradients take the same path, exact, and signal that the weights were used.
     for configs, count in (
         ((FEW, None), 4),
         ((None, FEW), 11),
@@ -105,13 +105,11 @@ def compressing_again() -> None:
         state = fsdp.compress(root, gradients, FEW)
         for steps in range(3):
             root(torch.ones(2, 30)).sum().backward()
-            assert state.state_dict()["draws"] == steps, (
-                "each step's weights have noise of their own"
-            )
+            assert state.state_dict()["draws"] == steps, "each step must draw new noise"
 
 
-def a_rank_that_fails() -> None:
-    """The other ranks raise its reason before any deadline, and the group serves on."""
+def failure_on_one_rank() -> None:
+    """Check that others raise the reason before any deadline, and the group remains usable."""
     model = sharded(Model())
     fsdp.compress(model, LEVELS)
     x, y = batch(0)
@@ -128,8 +126,8 @@ def a_rank_that_fails() -> None:
     nn.functional.cross_entropy(again(x), y).backward()
 
 
-def ranks_that_disagree() -> None:
-    """Last: it ends the communicator."""
+def mismatched_ranks() -> None:
+    """Run this check last: it ends the communicator."""
     model = sharded(Model())
     rank = dist.get_rank()
     fsdp.compress(model, FEW, FEW, rules=Rules(exact_vectors=rank == 0))
@@ -142,8 +140,8 @@ def ranks_that_disagree() -> None:
         raise AssertionError("nothing was raised")
 
 
-def shards_are_no_copies_to_average() -> None:
-    """What averages weights by itself names FSDP2's, and what is for them."""
+def weight_averagers_reject_shards() -> None:
+    """Check that weight averagers raise for FSDP2 shards, and name the alternative."""
     calls: list[Callable[[Any], object]] = [
         lambda model: OneBitAdam(model.parameters(), warmup_steps=1),
         lambda model: DiLoCo(model, sync_every=2),
@@ -154,6 +152,6 @@ def shards_are_no_copies_to_average() -> None:
         refuses(lambda own=call, of=model: own(of), TypeError, "a DTensor, but averages need whole")
 
 
-CHECKS = [shards_are_no_copies_to_average]
-CHECKS += [bad_input, exact_with_a_warning, compressing_again, a_rank_that_fails]
-CHECKS += [ranks_that_disagree]
+CHECKS = [weight_averagers_reject_shards]
+CHECKS += [bad_input, exact_with_warning, repeated_compress, failure_on_one_rank]
+CHECKS += [mismatched_ranks]

@@ -1,4 +1,4 @@
-"""Rules give layers bits and bucket sizes by name."""
+"""Rules that give layers bits and bucket sizes by name."""
 
 from torch import nn
 
@@ -10,7 +10,7 @@ from .refusals import warned
 
 
 def rules_by_name() -> None:
-    """Rules win over exact_vectors, earlier ones over later; an exact direction ignores them."""
+    """Check precedence: rules override exact_vectors, and exact directions ignore rules."""
     rules = Rules(
         [
             (r"head\.weight", 32),
@@ -19,7 +19,7 @@ def rules_by_name() -> None:
         ]
     )
     b, k = FEW.bits, FEW.bucket_size
-    table = {  # of what rules name: bits and bucket size
+    table = {  # bits and bucket size that the rules give
         **{f"blocks.{i}.{layer}.weight": (2, 32) for i in (0, 2) for layer in ("norm", "linear")},
         **{f"blocks.1.{layer}.weight": (8, 32) for layer in ("norm", "linear")},
         **{f"blocks.1.{layer}.bias": (8, k) for layer in ("norm", "linear")},

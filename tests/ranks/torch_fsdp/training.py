@@ -1,6 +1,6 @@
 """Training with compressed collectives.
 
-1. every way to train
+1. all training modes
 2. checkpoints
 """
 
@@ -31,7 +31,7 @@ from .common import EXACT, FEW, Model, batch, same_on_all_ranks, sharded, weight
 
 @dataclass(frozen=True)
 class Way:
-    """How to build and train. prepare(model) is called after fully_shard."""
+    """A training mode: how to build and train. prepare(model) is called after fully_shard."""
 
     model: Callable[[], Model] = Model
     options: Callable[[], dict[str, Any]] = dict
@@ -39,7 +39,7 @@ class Way:
     before_step: Callable[[Any], object] = lambda model: None
     micro_batches: int = 1
     clip: float | None = None
-    # What the gradients are multiplied by, where FSDP's own collectives cannot do it on the CPU.
+    # A gradient factor for cases in which FSDP's own collectives cannot apply it on the CPU.
     scale: float | None = None
 
 
@@ -100,7 +100,7 @@ WAYS = {
 
 
 def train(way: Way, compressed: tuple[Config, Config] | None) -> tuple[dict[str, Any], float]:
-    """Return the whole weights after three steps, and the last loss."""
+    """Return the full weights after three steps, and the last loss."""
     torch._dynamo.reset()
     model = sharded(way.model(), **way.options())
     if compressed is not None or way.scale is None:
@@ -126,8 +126,8 @@ def train(way: Way, compressed: tuple[Config, Config] | None) -> tuple[dict[str,
     return weights(model), loss.item()
 
 
-def every_way_to_train() -> None:
-    """At 32 bits as FSDP2 by itself; at 8 bits close to it; the same on all ranks."""
+def all_training_modes() -> None:
+    """Check that 32 bits equal plain FSDP2, 8 bits come close, and all ranks agree."""
     for name, way in WAYS.items():
         plain, plain_loss = train(way, None)
         exact, _ = train(way, (EXACT, EXACT))
@@ -152,13 +152,13 @@ def steps(model: Any, optimizer: torch.optim.Optimizer, which: range) -> None:
     for step in which:
         x, y = batch(step)
         with torch.no_grad():
-            model(x)  # an evaluation draws nothing that a checkpoint would lose
+            model(x)  # an evaluation draws no noise that a checkpoint would miss
         nn.functional.cross_entropy(model(x), y).backward()
         optimizer.step()
         optimizer.zero_grad()
 
 
-def resumed_training_is_the_same_to_the_bit() -> None:
+def resumed_training_is_bitwise_equal() -> None:
     with folder_of_all() as folder:
         model, optimizer, state = start_of_training()
         steps(model, optimizer, range(2))
@@ -188,7 +188,7 @@ def resumed_training_is_the_same_to_the_bit() -> None:
             steps(model, optimizer, range(2, 5))
             got = weights(model)
             same = all(tc.same_bits(got[name], want[name]) for name in want)
-            assert same == restore, "the state of the noise must matter, and suffice"
+            assert same == restore, "the noise state must be necessary and sufficient"
 
 
-CHECKS = [every_way_to_train, resumed_training_is_the_same_to_the_bit]
+CHECKS = [all_training_modes, resumed_training_is_bitwise_equal]

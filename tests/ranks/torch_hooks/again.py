@@ -1,6 +1,6 @@
-"""A step that fails, where the group lives on, is made again: its gradient counts once.
+"""A failed step can be repeated if the group is still usable: its gradient counts once.
 
-A rank asks for something else than the others, or cannot start what they do: all fail alike.
+The failure is a mismatch of the ranks, or a rank that cannot start its part: all ranks fail.
 """
 
 from collections.abc import Callable
@@ -29,7 +29,7 @@ def optimizers_step_again() -> None:
     makers: list[Callable[[Any], Any]] = [lambda p: OneBitAdam(p, warmup_steps=2), Signum]
     for make in makers:
         weights = []
-        for failing in ((), (0, 3)):  # in the warm-up, and after it
+        for failing in ((), (0, 3)):  # during the warm-up, and after it
             model = network()
             optimizer = make(model.parameters())
             for step in range(6):
@@ -48,7 +48,7 @@ def kept_of(state: Any) -> dict[str, torch.Tensor]:
 
 
 def _disagree(state: Any) -> Callable[[], None]:
-    """Have ranks disagree on what the hook sends first; return what ends that."""
+    """Make the ranks disagree on the hook's first message; return a function that undoes this."""
     config, bits = state.config, getattr(state, "factor_bits", None)
     if RANK == 1:
         state.config = Config(bits=3, error_feedback=True, residual_decay=0.5)
@@ -61,14 +61,14 @@ def _disagree(state: Any) -> Callable[[], None]:
 
 
 def _lose_the_second(_state: Any) -> Callable[[], None]:
-    """Have what follows the first message fail."""
+    """Make the message after the first one fail."""
     patch = mock.patch.object(Sent, "follow", side_effect=RuntimeError(DISAGREE))
     patch.start()
     return patch.stop
 
 
 def _cannot_start(_state: Any) -> Callable[[], None]:
-    """Have rank 1 get no thread for what the hook sends first."""
+    """Make rank 1 fail to get a thread for the hook's first message."""
     patch = mock.patch.object(
         averaging_state, "start", refused_start if RANK == 1 else averaging_state.start
     )
@@ -77,7 +77,10 @@ def _cannot_start(_state: Any) -> Callable[[], None]:
 
 
 def hooks_average_again() -> None:
-    """What they keep is as it was; of matrices up to rounding, of sparse layers with the step."""
+    """Check that the state is unchanged after the failure.
+
+    Matrices are compared up to rounding, sparse layers after the repeated step.
+    """
     if SIZE == 1:
         return
     quantized = ddp.QuantizedAllreduceState, {"config": HALF}, ddp.quantized_allreduce_hook

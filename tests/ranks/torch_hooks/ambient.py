@@ -1,4 +1,4 @@
-"""Averages have the same bits whatever dtype, device and autocast the caller has set.
+"""Averages have the same bits for every default dtype, default device and autocast setting.
 
 1. all methods, each as a model and a function that makes a step
 2. the default dtype and device; autocast around backward() and the step
@@ -50,7 +50,7 @@ def planned() -> Training:
 
 
 class Products(torch.optim.Optimizer):
-    """An outer optimizer that multiplies matrices, as Muon does."""
+    """Outer optimizer that multiplies matrices, like Muon."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {})
@@ -112,11 +112,11 @@ def methods(gloo: dist.ProcessGroup) -> dict[str, Callable[[], Training]]:
     }
 
 
-# ---- 2. what is set ------------------------------------------------------------------------------
+# ---- 2. contexts ---------------------------------------------------------------------------------
 
 
 def trained(method: Callable[[], Training], forward: Setting, rest: Setting) -> torch.Tensor:
-    """Return the weights after some steps, whose forward passes and the rest are in contexts."""
+    """Return the weights after some steps, with forward passes and the rest in these contexts."""
     batches = [batch(RANK, step) for step in range(STEPS)]
     model, step = method()
     for x in batches:
@@ -149,7 +149,7 @@ def in_autocast() -> None:
 
 
 def operators() -> None:
-    """Their results, the residuals and the gradients, over both carriers."""
+    """Compare results, residuals and gradients, for both carriers."""
     rows = [batch(RANK, step) for step in range(2)]
     for carrier in ("native", "c10d"):
 

@@ -67,8 +67,8 @@ def mean_of(
     return torch.from_numpy(mean).view(rows[0].shape)
 
 
-def as_the_reference() -> None:
-    """The last average and the mean of what changed; parameters of 16 bits are rounded once."""
+def matches_reference() -> None:
+    """Compare the last average and the mean difference; 16-bit parameters are rounded once."""
     for config, dtype in (
         (FOUR_BITS, torch.float32),
         (ONE_BIT, torch.float32),
@@ -108,8 +108,8 @@ def as_the_reference() -> None:
             assert np.array_equal(tc.to_numpy(e), lost[int(name)][RANK]), (config, name)
 
 
-def exact_as_pytorchs() -> None:
-    """In 32 bits it is PeriodicModelAverager, but for what the way by differences rounds."""
+def exact_matches_pytorch() -> None:
+    """Compare 32 bits with PeriodicModelAverager, up to the rounding of differences."""
     models, averagers = (network(), network()), (
         QuantizedModelAverager(3, config=Config(bits=32)),
         PeriodicModelAverager(3),
@@ -118,11 +118,12 @@ def exact_as_pytorchs() -> None:
         train(models[0], range(step, step + 1), shift=0.3)
         models[1].load_state_dict(models[0].state_dict())
         for p in models[1].parameters():
-            p.grad = torch.zeros_like(p)  # without one torch leaves a parameter alone
+            p.grad = torch.zeros_like(p)  # torch skips parameters without a gradient
         largest = max(float(x.abs().max()) for x in gathered(weights_of(models[0])))
         for model, averager in zip(models, averagers, strict=True):
             averager.average_parameters(model.parameters())
-        # A difference, a sum of SIZE, a quotient and a sum; the other has two of these.
+        # Here a difference, a sum of SIZE, a quotient and a sum are rounded; torch rounds two of
+        # these.
         bound = (2 * SIZE + 6) * 2.0**-24 * 2 * largest
         assert (weights_of(models[0]) - weights_of(models[1])).abs().max() <= bound, step
 
@@ -133,7 +134,7 @@ def exact_as_pytorchs() -> None:
 def post_local(
     config: Config = ONE_BIT, carrier: Any = "native", group: Any = None
 ) -> tuple[Any, Any, QuantizedModelAverager]:
-    """Return a model, its optimizer and its averager: two steps with averaged gradients first."""
+    """Return a model, its optimizer and its averager; the first two steps average gradients."""
     model = DistributedDataParallel(network())
     state = PostLocalSGDState(None, None, 2, post_local_gradient_allreduce=False)
     model.register_comm_hook(state, post_localSGD_hook)
@@ -154,7 +155,7 @@ def run(model: nn.Module, optimizer: Any, steps: range) -> list[float]:
 
 
 def post_local_sgd() -> None:
-    """Ranks have equal parameters after an average and no others between; it trains as exact."""
+    """Check that parameters are equal exactly after an average, and that training matches exact."""
     first, ends = 0.0, {}
     for name, config in (("exact", Config(bits=32)), ("1 bit", ONE_BIT), ("4 bits", FOUR_BITS)):
         model, optimizer, averager = post_local(config)
@@ -172,7 +173,7 @@ def post_local_sgd() -> None:
     assert ends["exact"] < 0.2 * first, (first, ends)
 
 
-def what_is_sent() -> None:
+def bytes_sent() -> None:
     world: Any = dist.group.WORLD
     comm = Communicator.find(world.group_name)
     model = network()
@@ -194,7 +195,7 @@ def what_is_sent() -> None:
 
 
 def carried_by_torch() -> None:
-    """To the same bits, over gloo."""
+    """Check that carrier="c10d" over gloo gives the same bits."""
     gloo = dist.new_group(backend="gloo")
     found = []
     for options in ({}, {"carrier": "c10d", "group": gloo}):
@@ -208,7 +209,7 @@ def carried_by_torch() -> None:
 
 
 def resumed() -> None:
-    """To the bit, from the middle of a period."""
+    """Resume in the middle of a period, bit for bit."""
     for form in ("torch", "dcp"):
         with folder_of_all() as folder:
             model, optimizer, averager = post_local()
@@ -235,7 +236,7 @@ def resumed() -> None:
                 assert torch.equal(restored.exchange.residuals.tensors[name], e), (form, name)
 
 
-def another_number_of_ranks() -> None:
+def resumed_on_other_rank_count() -> None:
     model, optimizer, averager = post_local()
     run(model, optimizer, range(12))
     own = averager.state_dict()
@@ -253,7 +254,7 @@ def another_number_of_ranks() -> None:
         other.load_state_dict(averager.state_dict())
         before = weights_of(model)
         other.average_parameters(model.parameters())
-        # One rank sends nothing: what was pending is there at once.
+        # Only one rank sends values, so the pending correction is there immediately.
         want = before + torch.cat(
             [
                 pending.get(str(i), torch.zeros(p.numel())).float()
@@ -306,8 +307,8 @@ def bad_input() -> None:
     fails(InvalidArgument, "['step']", lambda: averager.load_state_dict({"step": 3}))
 
 
-def ranks_that_differ() -> None:
-    """An error on every rank: of other parameters, and where only some go on from an average."""
+def mismatched_settings() -> None:
+    """Check that every rank raises for different parameters, and if only some ranks resumed."""
     if SIZE == 1:
         return
     for fault, words in (("fewer", "numel"), ("anew", "number of segments")):
@@ -322,5 +323,5 @@ def ranks_that_differ() -> None:
         fails(RuntimeError, words, lambda a=averager, p=parameters: a.average_parameters(p))
 
 
-CHECKS = [as_the_reference, exact_as_pytorchs, post_local_sgd, what_is_sent, carried_by_torch]
-CHECKS += [resumed, another_number_of_ranks, bad_input, ranks_that_differ]
+CHECKS = [matches_reference, exact_matches_pytorch, post_local_sgd, bytes_sent, carried_by_torch]
+CHECKS += [resumed, resumed_on_other_rank_count, bad_input, mismatched_settings]

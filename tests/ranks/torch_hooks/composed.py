@@ -1,9 +1,9 @@
-"""Our hooks inside what PyTorch builds around hooks.
+"""The hooks inside PyTorch's wrappers and optimizers.
 
-1. hooks by name
-2. torch's wrappers of 16 bits
-3. optimizers that step as gradients come: the same weights as of those that step afterwards
-4. mixed precision, whose hook is torch's own
+1. hooks registered by name
+2. torch's 16-bit wrappers
+3. optimizers that step during backward give the weights of those that step afterwards
+4. mixed precision, which uses torch's own hook
 """
 
 import contextlib
@@ -14,7 +14,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-import torch._dynamo  # before its Event is another one
+import torch._dynamo  # must be imported before its Event is replaced
 import torch.distributed as dist
 from failing import fails
 from torch import nn
@@ -54,16 +54,16 @@ Hook = Callable[[Any, GradBucket], torch.futures.Future[torch.Tensor]]
 
 
 def options_of(kind: CommHookType) -> dict[str, Any]:
-    """Return options with which six steps have something to show."""
+    """Return options with which each method acts within six steps."""
     if "POWER" in kind.name:
         return {"start_powerSGD_iter": 2}
     if kind is CommHookType.DEEP_GRADIENT:
-        return {"density": 0.1, "momentum": 0.0}  # Adam, below, has a momentum
+        return {"density": 0.1, "momentum": 0.0}  # Adam, below, has momentum itself
     return {"config": FOUR_BITS}
 
 
 def averaging() -> list[CommHookType]:
-    """Return the hooks that average: with --slow all, else one of each state."""
+    """Return the hooks that average: with --slow all, otherwise one per kind of state."""
     if "--slow" not in sys.argv:
         return [CommHookType.QUANTIZED_ALLREDUCE, CommHookType.POWER_SGD]
     return [kind for kind in CommHookType if kind is not CommHookType.NOOP]
@@ -72,7 +72,7 @@ def averaging() -> list[CommHookType]:
 def wrapped(
     kind: CommHookType, wrap: Callable[[Hook, DistributedDataParallel], Hook], **options: Any
 ) -> DistributedDataParallel:
-    """Return a model with a hook inside of what wrap() makes around it."""
+    """Return a model whose hook is wrapped by wrap()."""
     model = DistributedDataParallel(network(), **options)
     state = kind.value.make_state(
         **{"process_group": None, **kind.value.options, **options_of(kind)}
@@ -82,7 +82,7 @@ def wrapped(
 
 
 def backward_alone(model: nn.Module, steps: range) -> torch.Tensor:
-    """Do all of a step but the optimizer's; return the weights."""
+    """Do all of a step except the optimizer's; return the weights."""
     for step in steps:
         model.zero_grad()
         loss_of(model, batch(RANK, step)).backward()
@@ -93,7 +93,7 @@ def backward_alone(model: nn.Module, steps: range) -> torch.Tensor:
 
 
 def by_name() -> None:
-    """As by hand; all train."""
+    """Compare with hooks registered by hand; all of them train."""
     for kind in averaging():
         model = DistributedDataParallel(network())
         state = CommHookType[kind.name].register(model, **options_of(kind))
@@ -105,8 +105,8 @@ def by_name() -> None:
         assert state.steps == 5, kind
 
 
-def without_a_network() -> None:
-    """NOOP: each rank trains alone, and nothing is sent."""
+def noop_sends_nothing() -> None:
+    """Check that with NOOP each rank trains alone, and nothing is sent."""
     group: Any = dist.group.WORLD
     model = DistributedDataParallel(network())
     assert CommHookType.NOOP.register(model) is None
@@ -128,11 +128,11 @@ def bad_names() -> None:
     fails(RuntimeError, "once", lambda: CommHookType.NOOP.register(model))
 
 
-# ---- 2. wrappers of 16 bits ----------------------------------------------------------------------
+# ---- 2. 16-bit wrappers --------------------------------------------------------------------------
 
 
 def rounding(hook: Hook, dtype: torch.dtype) -> Hook:
-    """Return a hook that rounds what goes in and comes out, in float32."""
+    """Return a hook that rounds its input and output, in float32."""
 
     def run(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         bucket.buffer().copy_(bucket.buffer().to(dtype))
@@ -142,7 +142,7 @@ def rounding(hook: Hook, dtype: torch.dtype) -> Hook:
 
 
 def torchs_wrappers() -> None:
-    """As gradients and averages that are rounded to 16 bits, to the bit, with every hook."""
+    """Compare each wrapped hook with gradients and averages rounded to 16 bits, bit for bit."""
     wrappers: list[tuple[Any, torch.dtype]] = [
         (default_hooks.fp16_compress_wrapper, torch.float16),
         (ddp.bf16_compress_wrapper, torch.bfloat16),
@@ -158,7 +158,7 @@ def torchs_wrappers() -> None:
                 assert torch.equal(got[-1], want[-1]), (kind, dtype, options)
 
 
-# ---- 3. optimizers that step as gradients come ---------------------------------------------------
+# ---- 3. optimizers that step during backward -----------------------------------------------------
 
 STEPS = range(6)
 
@@ -166,7 +166,7 @@ STEPS = range(6)
 def stepping_afterwards(
     kind: CommHookType, optimizer: Any, rate: float, first: int = 0, **options: Any
 ) -> torch.Tensor:
-    """Return the weights after STEPS, where the optimizer begins with step `first`."""
+    """Return the weights after STEPS with an optimizer that begins at step `first`."""
     model = wrapped(kind, lambda hook, _: hook, **options)
     own = optimizer(model.parameters(), rate)
     for step in STEPS:
@@ -178,7 +178,7 @@ def stepping_afterwards(
 
 
 def zero_redundancy() -> None:
-    """Each rank steps its part in the last bucket's hook. Torch leaves the first two steps out."""
+    """Step each rank's part in the last bucket's hook. Torch skips the optimizer in two steps."""
     for kind in averaging():
         for options in ({}, SMALL):
 
@@ -195,7 +195,7 @@ def zero_redundancy() -> None:
 
 
 def zero_redundancy_interleaved() -> None:
-    """Of one bucket: torch's callbacks of several are in each other's way."""
+    """Use one bucket, because torch's callbacks of several buckets interfere."""
 
     def wrap(hook: Hook, model: DistributedDataParallel) -> Hook:
         own: Any = ZeroRedundancyOptimizer(
@@ -209,7 +209,7 @@ def zero_redundancy_interleaved() -> None:
 
 
 def optimizer_overlap() -> None:
-    """The optimizer steps a bucket's parameters in the callback of its future."""
+    """Step a bucket's parameters in the callback of its future."""
     for kind in averaging():
         for optimizer, rate in ((torch.optim.SGD, 0.05), (torch.optim.Adam, 0.01)):
             for options in ({}, SMALL):
@@ -231,9 +231,9 @@ def optimizer_overlap() -> None:
 
 @contextlib.contextmanager
 def streams_that_do_nothing() -> Iterator[None]:
-    """Let torch's hooks run that ask for the current stream of an accelerator, which is not here.
+    """Replace accelerator streams by dummies, for torch's hooks that use the current stream.
 
-    On the CPU everything is in order by itself.
+    On the CPU everything runs in order without them.
     """
     names = ("torch.accelerator.current_stream", "torch.Stream", "torch.Event")
     with contextlib.ExitStack() as patches:
@@ -252,7 +252,7 @@ def asked_for() -> AbstractContextManager[None]:
 
 
 def optimizers_in_backward() -> None:
-    """Torch's hook sums by the backend: exact, or a bucket at a time in the group's bits."""
+    """Check that torch's hook sums over the backend: exact, or by bucket in the group's bits."""
     for group, scope in ((None, contextlib.nullcontext), (compressing_group(), asked_for)):
         for options in ({}, SMALL):
             module = network()
@@ -272,9 +272,9 @@ def optimizers_in_backward() -> None:
 
 
 def trained_in_bfloat16(group: Any, scope: Callable[[], Any]) -> torch.Tensor:
-    """Return the weights after STEPS, computed in bfloat16, averaged and stepped in float32.
+    """Return the weights after STEPS: computed in bfloat16, averaged and stepped in float32.
 
-    The first backward is thrown away: on the CPU torch averages memory there that nobody wrote.
+    The first backward is discarded: on the CPU torch averages uninitialized memory there.
     """
     precision = _MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     with streams_that_do_nothing(), scope():
@@ -288,11 +288,11 @@ def trained_in_bfloat16(group: Any, scope: Callable[[], Any]) -> torch.Tensor:
 
 
 def mixed_precision() -> None:
-    """Torch's own hook has the process group sum: as over gloo, or in the group's bits."""
+    """Check that torch's own hook sums as over gloo, or in the group's bits."""
     own = contextlib.nullcontext
     want = trained_in_bfloat16(dist.new_group(backend="gloo"), own)
     exact = trained_in_bfloat16(None, own)
-    # Sums of two are equal to the bit; of more, gloo's have another order, five times.
+    # Sums over two ranks are bitwise equal; for more ranks gloo adds in another order, five times.
     assert torch.equal(exact, want) or SIZE > 2
     assert torch.allclose(exact, want, rtol=0, atol=5 * 0.05 * SIZE * 2.0**-9)
     asked, unasked = trained_in_bfloat16(None, asked_for), trained_in_bfloat16(
@@ -302,5 +302,5 @@ def mixed_precision() -> None:
     assert 0 < (asked - exact).abs().max() < 0.1
 
 
-CHECKS = [by_name, without_a_network, bad_names, torchs_wrappers, zero_redundancy]
+CHECKS = [by_name, noop_sends_nothing, bad_names, torchs_wrappers, zero_redundancy]
 CHECKS += [zero_redundancy_interleaved, optimizer_overlap, optimizers_in_backward, mixed_precision]

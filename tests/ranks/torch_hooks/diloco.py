@@ -1,10 +1,10 @@
-"""DiLoCo: an outer loop over ranks that train by themselves.
+"""DiLoCo: an outer loop over ranks that train independently.
 
-1. values, against the reference: to the bit where the outer steps are exact
-2. what it is with plain settings: averages, DistributedDataParallel
+1. values, against the reference: bit for bit if the outer steps are exact
+2. special settings: averages, DistributedDataParallel
 3. models: dtypes, frozen and tied parameters, fragments, optimizers
 4. checkpoints
-5. what is not finite, and bad input
+5. NaN and infinities, and bad input
 """
 
 import copy
@@ -43,7 +43,7 @@ EVERYTHING = Rules(exact_vectors=False)
 LEVELS = Config(bits=2, compressor="levels", bucket_size=64)
 TOPK = Config(compressor="topk", density=0.1, bucket_size=128, residual_decay=0.5)
 EXACT = Config(bits=32)
-# Steps of which every product is exact: torch's fused ones round as the reference's do.
+# Outer steps with exact products: torch's fused ones then round as the reference does.
 HALVES: dict[str, Any] = {"lr": 0.5, "momentum": 0.5, "nesterov": True}
 
 
@@ -55,7 +55,7 @@ def of_rate_one(params: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=1.0)
 
 
-# Loops that tests of JAX make too, by the same names.
+# Loops that the tests of JAX use too, by the same names.
 IN_BOTH: dict[str, Callable[[nn.Module], DiLoCo]] = {
     "diloco": lambda model: DiLoCo(model, halves, sync_every=5, config=NEAREST),
     "streaming": lambda model: DiLoCo(
@@ -67,7 +67,7 @@ IN_BOTH: dict[str, Callable[[nn.Module], DiLoCo]] = {
 
 
 def move(model: nn.Module, step: int) -> None:
-    """Have parameters become what an inner step might make of them."""
+    """Change the parameters as an inner step might."""
     generator = torch.Generator().manual_seed(1000 * step + RANK)
     with torch.no_grad():
         for p in model.parameters():
@@ -75,7 +75,7 @@ def move(model: nn.Module, step: int) -> None:
 
 
 def flat(model: nn.Module) -> dict[str, Any]:
-    """Return a copy of each parameter as numpy has it, flat, in float32."""
+    """Return each parameter as a flat float32 numpy copy."""
     return {
         n: tc.to_numpy(p.detach().float().flatten()).copy() for n, p in model.named_parameters()
     }
@@ -85,7 +85,7 @@ def flat(model: nn.Module) -> dict[str, Any]:
 
 
 def expected(loop: DiLoCo, first: dict[str, Any], **more: Any) -> reference.OuterLoop:
-    """Return the reference of a loop, whose compression is the same for all parameters."""
+    """Return the reference of a loop whose compression is the same for all parameters."""
     config = loop.exchange.config
 
     def segment_of(_name: str, numel: int) -> reference.Segment:
@@ -122,8 +122,8 @@ def check_rounds(loop: DiLoCo, model: nn.Module, oracle: reference.OuterLoop, st
         assert np.array_equal(tc.to_numpy(e), oracle.residuals[name][RANK]), name
 
 
-def as_the_reference() -> None:
-    """Every rank's parameters after every step, outer parameters and residuals: to the bit."""
+def matches_reference() -> None:
+    """Compare parameters after every step, outer parameters and residuals, bit for bit."""
     halved: Any = halves, {"rate": 0.5, "momentum": 0.5}
     plain: Any = of_rate_one, {"rate": 1.0, "momentum": 0.0}
     cases: Any = (
@@ -148,7 +148,7 @@ def as_the_reference() -> None:
 
 
 def by_default() -> None:
-    """Nesterov's momentum of 0.9 at a rate of 0.7, in 32 bits."""
+    """Check the default: Nesterov momentum 0.9, learning rate 0.7, 32 bits."""
     model = network()
     loop = DiLoCo(model, sync_every=2, config=EXACT)
     outer = {n: x.astype(np.float64) for n, x in flat(model).items()}
@@ -166,29 +166,29 @@ def by_default() -> None:
             start += a.size
             momentum[name] = 0.9 * momentum[name] + delta
             outer[name] = a - 0.7 * (delta + 0.9 * momentum[name])
-            # Some ten operations a round are rounded, of values below 16; rounds add up.
+            # About ten roundings a round, of values below 16; they accumulate over rounds.
             bound = 10 * (step + 1) * 2.0**-24 * 16
             assert np.abs(flat(model)[name] - outer[name]).max() <= bound, (step, name)
 
 
-# ---- 2. plain settings ---------------------------------------------------------------------------
+# ---- 2. special settings -------------------------------------------------------------------------
 
 
 def averages() -> None:
-    """With one step, rate 1 and no momentum parameters are averaged, to rounding."""
+    """Check that one step, rate 1 and no momentum average the parameters, up to rounding."""
     model = network()
     loop = DiLoCo(model, of_rate_one, sync_every=1, config=EXACT)
     for step in range(10):
         move(model, step)
         everyones = torch.stack(gathered(weights_of(model))).double()
         loop.step()
-        # A difference, a sum of SIZE, a quotient, and a difference: of values below 16.
+        # A difference, a sum of SIZE, a quotient and a difference, of values below 16.
         bound = (SIZE + 3) * 2.0**-24 * 16
         assert (weights_of(model) - everyones.mean(0)).abs().max() <= bound, step
 
 
-def as_data_parallel() -> None:
-    """And with plain SGD inside, it is DistributedDataParallel, to rounding."""
+def equals_data_parallel() -> None:
+    """Check that these settings with plain SGD equal DistributedDataParallel, up to rounding."""
     model, other = network(), DistributedDataParallel(network())
     loop = DiLoCo(model, of_rate_one, sync_every=1, config=EXACT)
     inner = torch.optim.SGD(model.parameters(), 0.05)
@@ -199,13 +199,14 @@ def as_data_parallel() -> None:
     train(other, range(20), shift=0.3)
     assert loop.steps == loop.applied == 20
     largest = float(weights_of(model).abs().max())
-    # Each step differs by what `averages` bounds; the loss is smooth, so steps hardly amplify it.
+    # Each step differs by at most the bound in `averages`; the loss is smooth, so steps hardly
+    # amplify the difference.
     bound = 20 * (SIZE + 6) * 2.0**-24 * 4 * max(1.0, largest)
     assert (weights_of(model) - weights_of(other.module)).abs().max() <= bound
 
 
 def trains() -> None:
-    """2 bits with feedback reach what 32 do; SparseLoCo comes near it."""
+    """Check that 2 bits with feedback reach the loss of 32 bits, and SparseLoCo comes close."""
     losses = {}
     for name, make in (
         ("exact", lambda model: DiLoCo(model, sync_every=5, config=EXACT)),
@@ -242,11 +243,11 @@ def mean_loss(model: nn.Module) -> float:
 
 
 class Mixed(nn.Module):
-    """A model with frozen, tied and half-precision parameters, and a buffer."""
+    """Model with frozen, tied and half-precision parameters, and a buffer."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
-        torch.manual_seed(RANK)  # ranks begin with others
+        torch.manual_seed(RANK)  # ranks begin with different weights
         self.first = nn.Linear(24, 24)
         self.norm = nn.BatchNorm1d(24)
         self.second = nn.Linear(24, 24, bias=False)
@@ -278,7 +279,7 @@ def models() -> None:
 
 
 def fragments() -> None:
-    """Modules as fragments, and torchft's form of an outer optimizer."""
+    """Use modules as fragments, and torchft's form of an outer optimizer."""
     model: Any = network()
     outer = torch.optim.SGD(model.parameters(), **HALVES)
     halves_of = [nn.ModuleList([model[0], model[2]]), model[4]]
@@ -302,8 +303,8 @@ def fragments() -> None:
     )
 
 
-def what_is_sent() -> None:
-    """A round in 2 bits is a sixteenth of an exact one, and headers; other steps send nothing."""
+def bytes_sent() -> None:
+    """Check that a round in 2 bits sends a sixteenth plus headers, and other steps send nothing."""
     world: Any = dist.group.WORLD
     comm = Communicator.find(world.group_name)
     model = nn.Linear(512, 512, bias=False)
@@ -323,14 +324,14 @@ def what_is_sent() -> None:
 
 
 def resumed() -> None:
-    """To the bit, from where a fragment is under way."""
+    """Resume bit for bit while a fragment is in flight."""
     options: dict[str, Any] = {
         "sync_every": 6, "fragments": 2, "fragment_sync_delay": 2, "config": LEVELS,
         "fragment_update_alpha": 0.25,
     }  # fmt: skip
 
     def in_place(params: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
-        """Return one that changes gradients, as PyTorch's do on GPUs."""
+        """Return an optimizer that changes gradients in place, as PyTorch's do on GPUs."""
         return torch.optim.SGD(params, lr=0.7, momentum=0.9, nesterov=True, foreach=True)
 
     def run(model: nn.Module, loop: DiLoCo, steps: range) -> None:
@@ -351,7 +352,7 @@ def resumed() -> None:
                 torch.save(saved, file)
             run(model, loop, range(7, 20))
 
-            for _ in range(2):  # nothing of it follows a loop
+            for _ in range(2):  # all of it belongs to the state
                 again = network()
                 restored = DiLoCo(again, in_place, **options)
                 run(again, restored, range(5))
@@ -369,8 +370,8 @@ def resumed() -> None:
                     assert torch.equal(restored.exchange.residuals.tensors[name], e), (form, name)
 
 
-def another_number_of_ranks() -> None:
-    """What was lost is pending in the same mean, whoever takes it up."""
+def resumed_on_other_rank_count() -> None:
+    """Check that the mean of the residuals is preserved on any number of ranks."""
     model = network()
     loop = DiLoCo(model, of_rate_one, sync_every=1, config=LEVELS)
     move(model, 0)
@@ -388,7 +389,7 @@ def another_number_of_ranks() -> None:
         other.load_state_dict(saved)
         other.restart()
         before = [a.detach().clone() for a in other.outer_parameters]
-        other.step()  # nothing was learnt: what is pending is all that there is
+        other.step()  # no parameter changed, so only the pending correction is averaged
         for name, outer, a in zip(other.names, other.outer_parameters, before, strict=True):
             want = a.double().flatten() - pending[name] if name in pending else a.double().flatten()
             bound = SIZE * 2.0**-22 * max(1.0, float(want.abs().max()))
@@ -399,11 +400,11 @@ def another_number_of_ranks() -> None:
     dist.barrier()
 
 
-# ---- 5. what is not finite, and bad input --------------------------------------------------------
+# ---- 5. NaN and infinities, and bad input --------------------------------------------------------
 
 
 def not_finite() -> None:
-    """It is seen on every rank."""
+    """Check that it appears on every rank."""
     for config in (NEAREST, LEVELS, TOPK, EXACT):
         model = network()
         loop = DiLoCo(model, sync_every=1, config=config)
@@ -449,11 +450,11 @@ def bad_input() -> None:
     assert sparse.exchange.config.algorithm == "one_shot"
     loop.step()
     with mock.patch.object(loop.exchange, "average", side_effect=Unsupported("why")):
-        fails(Unsupported, "why", loop.step)  # no rank is lost: regroup() would not help
+        fails(Unsupported, "why", loop.step)  # no rank is lost, so regroup() would not help
 
 
-def ranks_that_differ() -> None:
-    """An error on every rank, which names both sides."""
+def mismatched_settings() -> None:
+    """Check that every rank raises, with both values."""
     if SIZE == 1:
         return
     last = RANK == SIZE - 1
@@ -470,5 +471,12 @@ def ranks_that_differ() -> None:
     fails(InvalidArgument, "parameter 0 weight float32[24, 24]", lambda: DiLoCo(wide, sync_every=2))
 
 
-CHECKS = [as_the_reference, by_default, averages, as_data_parallel, trains, models, fragments]
-CHECKS += [what_is_sent, resumed, another_number_of_ranks, not_finite, bad_input, ranks_that_differ]
+CHECKS = [matches_reference, by_default, averages, equals_data_parallel, trains, models, fragments]
+CHECKS += [
+    bytes_sent,
+    resumed,
+    resumed_on_other_rank_count,
+    not_finite,
+    bad_input,
+    mismatched_settings,
+]

@@ -1,4 +1,4 @@
-"""The ranks of an outer loop that come and go: what they have in common when they regroup."""
+"""Changing members of an outer loop: their common state after regroup()."""
 
 from typing import Any
 
@@ -20,11 +20,11 @@ def run(model: nn.Module, loop: DiLoCo, steps: range) -> None:
 
 
 def saved_once_regrouped() -> None:
-    """Before the next average: what was lost is this rank's own, whatever its number was before."""
+    """Save before the next average: residuals are this rank's, whatever its previous number."""
     model = network()
     loop = DiLoCo(model, sync_every=2, config=LEVELS)
     run(model, loop, range(4))
-    for _ in range(2):  # the second time residuals are those of a checkpoint
+    for _ in range(2):  # the second time, the residuals come from a checkpoint
         loop.regroup()
         again = network()
         restored = DiLoCo(again, sync_every=2, config=LEVELS)
@@ -39,8 +39,8 @@ def saved_once_regrouped() -> None:
     assert f"rank {RANK} of {SIZE}" in loop.state_dict()["exchange"]["residuals"]
 
 
-def newcomers_choose_the_same_values() -> None:
-    """Which values "randk" sends follows from how often the others have exchanged before."""
+def new_members_select_same_values() -> None:
+    """Check that "randk" selects values by the number of exchanges of the existing members."""
     config = Config(compressor="randk", density=0.2)
     alone: Any = dist.new_group([0], backend="cgx")
     model = network()
@@ -57,7 +57,7 @@ def newcomers_choose_the_same_values() -> None:
 
 
 def memory_formats_may_differ() -> None:
-    """The first rank's values are everyone's, in whatever order they lie."""
+    """Check that the first rank's values reach all ranks in any memory format."""
     torch.manual_seed(3)
     model: Any = nn.Conv2d(3, 4, 2)
     want = model.weight.detach().clone()
@@ -71,4 +71,4 @@ def memory_formats_may_differ() -> None:
     assert torch.equal(loop.outer_parameters[0], want) and torch.equal(model.weight, want)
 
 
-CHECKS = [saved_once_regrouped, newcomers_choose_the_same_values, memory_formats_may_differ]
+CHECKS = [saved_once_regrouped, new_members_select_same_values, memory_formats_may_differ]

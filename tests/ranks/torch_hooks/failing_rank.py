@@ -1,6 +1,6 @@
 """A rank that fails between messages: the other ranks raise its reason before any deadline.
 
-The launch that runs this ends before the deadline of the groups: whoever waits fails it.
+The test ends before the deadline of the groups, so a rank that waits makes it fail.
 
 1. hooks: in a callback, and before the first message
 2. averages of lists: outer loops, optimizers
@@ -35,7 +35,7 @@ LEVELS = Config(bits=1, compressor="levels", bucket_size=64, residual_decay=0.9)
 
 @contextlib.contextmanager
 def accident(of: Any, name: str) -> Iterator[None]:
-    """Have a function raise on rank 1."""
+    """Make a function raise on rank 1."""
     if RANK != 1:
         yield
         return
@@ -44,14 +44,14 @@ def accident(of: Any, name: str) -> Iterator[None]:
 
 
 def fails_everywhere(call: Callable[[], object]) -> None:
-    """Check that a call raises rank 1's reason on every rank, and names rank 1 on the others."""
+    """Check that every rank raises rank 1's reason, and the other ranks name rank 1."""
     try:
         call()
     except (RuntimeError, ValueError) as error:
         said = "an accident" if RANK == 1 else r"rank 1 (takes no part|failed first).*" + REASON
         assert re.search(said, str(error)), error
     else:
-        raise AssertionError("a rank went on without the others")
+        raise AssertionError("a rank continued without the others")
     dist.barrier()
 
 
@@ -83,7 +83,7 @@ HOOKS: dict[str, tuple[Make, Any, list[tuple[Any, str]]]] = {
 
 
 def hooks() -> None:
-    """Over both carriers, in one bucket and in many; over "native" the next step is made."""
+    """Fail with both carriers, in one bucket and in many; with "native" the next step works."""
     for carrier in ("native", "c10d"):
         for make, hook, places in HOOKS.values():
             for of, name in places:
@@ -111,7 +111,7 @@ def gradients_of(model: nn.Module) -> torch.Tensor:
 
 
 def outer_loops() -> None:
-    """Between the message and the number of its senders, and before it."""
+    """Fail before the message, and between it and the number of its senders."""
     for carrier in ("native", "c10d"):
         for of, name in ((torch, "ne"), (exchange, "for_any_message")):
             model = network()
@@ -126,7 +126,7 @@ def outer_loops() -> None:
 
 
 def optimizers() -> None:
-    """A gradient that only one rank cannot average; the step may be made again."""
+    """Fail for a gradient that only one rank cannot average; the step may be repeated."""
     makers: list[Callable[[Any], Any]] = [lambda p: OneBitAdam(p, warmup_steps=2), Signum]
     for make in makers:
         model = network()

@@ -1,8 +1,8 @@
-"""Under torch.amp.GradScaler one rank alone may find that gradients overflow, and skip a step.
+"""torch.amp.GradScaler: one rank alone may find an overflow, and skip the optimizer's step.
 
-1. outer loops count iterations: with step(), and after(), of any optimizer
-2. optimizers that average skip the step on all ranks
-3. averages of weights by PostLocalSGDOptimizer, which would be skipped, are refused
+1. outer loops count iterations with step(), and with after() for any optimizer
+2. averaging optimizers skip the step on all ranks
+3. PostLocalSGDOptimizer raises, because its average of weights would be skipped
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ from cgx_ops.torch.diloco import DiLoCo
 from cgx_ops.torch.optim import OneBitAdam, Signum
 
 STEPS = 12
-OVERFLOWS = 5  # the iteration in which rank 1's gradients do
+OVERFLOWS = 5  # the iteration in which rank 1's gradients overflow
 
 
 def scaler_of(scale: float = 2.0**8) -> torch.amp.GradScaler:
@@ -31,7 +31,7 @@ def scaler_of(scale: float = 2.0**8) -> torch.amp.GradScaler:
 def iterate(
     model: nn.Module, optimizer: Any, scaler: Any, step: int, *, unscales: bool = False
 ) -> None:
-    """Do an iteration of training by a GradScaler."""
+    """Run a training iteration with a GradScaler."""
     optimizer.zero_grad()
     loss = loss_of(model, batch(RANK, step))
     if RANK == 1 and step == OVERFLOWS:
@@ -64,7 +64,7 @@ def looped(make: Make, *, after: bool, unscales: bool) -> torch.Tensor:
             for step in range(STEPS):
                 iterate(model, optimizer, scaler, step, unscales=unscales)
         assert loop.steps == STEPS
-        iterate(model, optimizer, scaler, STEPS)  # as it was before the block
+        iterate(model, optimizer, scaler, STEPS)  # outside of the block
         assert loop.steps == STEPS
         return loop.outer_parameters[0].detach().clone()
     for step in range(STEPS):
@@ -74,7 +74,7 @@ def looped(make: Make, *, after: bool, unscales: bool) -> torch.Tensor:
 
 
 def loops_count_iterations() -> None:
-    """To the bit what step() in every iteration does; a skipped step leaves weights alone."""
+    """Compare with step() in every iteration, bit for bit; a skipped step changes no weights."""
     for name, make in INNER.items():
         for unscales in (False, True):
             got, want = (looped(make, after=after, unscales=unscales) for after in (True, False))
@@ -83,7 +83,7 @@ def loops_count_iterations() -> None:
 
 
 def steps_without_a_scaler() -> None:
-    """A block counts steps, too, of an optimizer that no GradScaler calls."""
+    """Check that a block counts steps of an optimizer without a GradScaler, too."""
     for scaler in (None, torch.amp.GradScaler("cpu", enabled=False)):
         model = network()
         optimizer = torch.optim.SGD(model.parameters(), 0.05)
@@ -97,7 +97,7 @@ def steps_without_a_scaler() -> None:
         assert (loop.steps, loop.applied) == (4, 2)
 
 
-# ---- 2. optimizers that average ------------------------------------------------------------------
+# ---- 2. averaging optimizers ---------------------------------------------------------------------
 
 AVERAGING: dict[str, Make] = {
     "one_bit_adam": lambda p: OneBitAdam(p, 0.01, warmup_steps=7),
@@ -107,7 +107,7 @@ AVERAGING: dict[str, Make] = {
 
 
 def all_ranks_skip() -> None:
-    """The weights are those of training without the iteration that overflows, to the bit."""
+    """Compare with training without the overflowing iteration, bit for bit."""
     for name, make in AVERAGING.items():
         for unscales in (False, True):
             weights = []
@@ -124,7 +124,7 @@ def all_ranks_skip() -> None:
             assert torch.equal(*weights), (name, unscales)
 
 
-def ranks_of_which_one_has_a_scaler() -> None:
+def scaler_on_one_rank_only() -> None:
     model = network()
     optimizer, scaler = OneBitAdam(model.parameters(), warmup_steps=2), scaler_of()
     scaler.scale(loss_of(model, batch(RANK, 0))).backward()
@@ -135,8 +135,8 @@ def ranks_of_which_one_has_a_scaler() -> None:
 # ---- 3. averages of weights ----------------------------------------------------------------------
 
 
-def averages_that_would_be_skipped() -> None:
-    """Refused on every rank in its first step; the remedy of the error serves."""
+def skippable_averages_raise() -> None:
+    """Check that every rank raises in its first step, and the error's remedy works."""
     model = network()
     inner = torch.optim.SGD(model.parameters(), 0.05)
     averager = QuantizedModelAverager(period=4, config=Config(bits=4))
@@ -149,7 +149,7 @@ def averages_that_would_be_skipped() -> None:
         averager.average_parameters(model.parameters())
     identical_on_all_ranks(weights_of(model))
 
-    # All ranks skip the same steps, or none skips any.
+    # All ranks skip the same steps, or no rank skips any.
     for scaler in (ShardedGradScaler("cpu"), torch.amp.GradScaler("cpu", enabled=False)):
         iterate(model, optimizer, scaler, 0)
 
@@ -158,6 +158,6 @@ CHECKS = [
     loops_count_iterations,
     steps_without_a_scaler,
     all_ranks_skip,
-    ranks_of_which_one_has_a_scaler,
-    averages_that_would_be_skipped,
+    scaler_on_one_rank_only,
+    skippable_averages_raise,
 ]

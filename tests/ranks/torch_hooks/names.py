@@ -1,8 +1,8 @@
-"""States belong to layers by the names that these have without wrappers, and to one model.
+"""States are stored by layer names without wrappers, and belong to one model.
 
-1. names: wrappers of torch add nothing to them
-2. states of other layers are refused, or dropped where that is asked for
-3. optimizers: torch's get_state_dict() does not lose their state unnoticed
+1. names: torch's wrappers do not change them
+2. states of other models raise, or are dropped on request
+3. optimizers: torch's get_state_dict() does not silently drop their state
 """
 
 import warnings
@@ -31,7 +31,7 @@ NAMES = ["first.weight", "first.bias", "module.weight", "module.bias", "last.wei
 
 
 class Model(nn.Module):
-    """Three layers, one of which is called as DistributedDataParallel calls its module."""
+    """Model with three layers, one of which is called "module" as in DistributedDataParallel."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ def wrapped(how: str) -> Model:
 
 
 def steps(call: Any, model: nn.Module, steps: range) -> torch.Tensor:
-    """Train; return the weights."""
+    """Train and return the weights."""
     optimizer = torch.optim.SGD(model.parameters(), 0.05)
     for step in steps:
         optimizer.zero_grad()
@@ -79,7 +79,7 @@ def steps(call: Any, model: nn.Module, steps: range) -> torch.Tensor:
 # ---- 1. names ------------------------------------------------------------------------------------
 
 
-def without_what_wrappers_add() -> None:
+def names_without_wrappers() -> None:
     for how in WRAPPERS:
         model = wrapped(how)
         assert [name for name, _ in layers.named_layers(model)] == NAMES, how
@@ -91,7 +91,7 @@ def without_what_wrappers_add() -> None:
 
 
 def names_under_fsdp1() -> None:
-    """FullyShardedDataParallel with the original parameters, nested and checkpointed."""
+    """Wrap in FullyShardedDataParallel with original parameters, nested and checkpointed."""
     model: Any = Model()
     model.first = FullyShardedDataParallel(
         checkpoint_wrapper(model.first), use_orig_params=True, device_id=torch.device("cpu")
@@ -160,7 +160,7 @@ def outer_parameters_under_wrappers() -> None:
     fails(InvalidArgument, "does not have: 'first.bias'", lambda: other.load_state_dict(saved))
 
 
-# ---- 2. another model's --------------------------------------------------------------------------
+# ---- 2. state of another model -------------------------------------------------------------------
 
 
 class Held(nn.Module):
@@ -184,7 +184,8 @@ def another_models_state() -> None:
         loss = wrapper(batch(RANK, 3)).square().mean()
         fails(InvalidArgument, "strict=False to drop", loss.backward)
         assert not any(name.startswith("net.") for each in state.by_layer() for name in each), kind
-        wrapper, state = hooked(kind, model)  # torch's reducer ends with an error of its hook
+        # torch's reducer is unusable after an error of its hook
+        wrapper, state = hooked(kind, model)
         state.load_state_dict(saved, strict=False)
         with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
@@ -210,7 +211,7 @@ def another_models_fsdp_state() -> None:
 
 
 def another_models_factors() -> None:
-    """Q without error feedback, of layers and of whole buckets."""
+    """Load Q without error feedback, of layers and of whole buckets."""
     for function in (ddp.power_sgd_hook, ddp.batched_power_sgd_hook):
 
         def hooked_to(model: nn.Module, function: Any = function) -> tuple[Any, Any]:
@@ -262,8 +263,8 @@ def another_models_adaptive_bits() -> None:
     assert all(name.startswith("net.") for name in state.adaptive.names), state.adaptive.names
 
 
-def one_ranks_state_is_another_models() -> None:
-    """The other ranks receive the reason instead of waiting; DistributedDataParallel raises it."""
+def other_models_state_on_one_rank() -> None:
+    """Check that the other ranks receive the reason, and DistributedDataParallel raises it."""
     for kind in ("quantized", "PowerSGD", "DGC"):
         model = Model()
         wrapper, state = hooked(kind, model)
@@ -293,7 +294,7 @@ def state_owed(kept: dict[str, Any]) -> torch.Tensor:
 
 
 def fsdp_state_of_other_modules() -> None:
-    """Residuals follow their parameters; those of another model are found in the root, too."""
+    """Check that residuals follow their parameters, and those of another model raise."""
     model = sharded(Model())
     state = fsdp.compress(model, LEVELS)
     steps(model, model, range(2))
@@ -301,7 +302,7 @@ def fsdp_state_of_other_modules() -> None:
     other = fsdp.compress(sharded(Held()), LEVELS)
     fails(InvalidArgument, "does not have: 'first.", lambda: other.load_state_dict(saved))
     assert other.kept is not None
-    assert not other.kept.residuals.tensors, "half of it was loaded"
+    assert not other.kept.residuals.tensors, "a failed load must change nothing"
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         other.load_state_dict(saved, strict=False)
@@ -354,7 +355,7 @@ def optimizers_in_get_state_dict() -> None:
 
 
 CHECKS = [
-    without_what_wrappers_add,
+    names_without_wrappers,
     names_under_fsdp1,
     resumed_under_wrappers,
     fsdp_under_wrappers,
@@ -363,7 +364,7 @@ CHECKS = [
     another_models_fsdp_state,
     another_models_factors,
     another_models_adaptive_bits,
-    one_ranks_state_is_another_models,
+    other_models_state_on_one_rank,
     fsdp_state_of_other_modules,
     optimizers_in_get_state_dict,
 ]

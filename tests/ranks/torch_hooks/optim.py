@@ -1,7 +1,7 @@
 """OneBitAdam and Signum.
 
-1. values, against the reference, to the bit; nothing is given up; carried by torch
-2. what trains, and elements that never had a gradient
+1. values: bitwise equal to the reference; conservation; carrier="c10d"
+2. convergence, and elements without gradients
 3. checkpoints
 4. bad input
 """
@@ -72,8 +72,8 @@ def reference_of(name: str, x: torch.Tensor) -> Any:
     return reference.OneBitAdam(SIZE, start, lr=0.01, warmup=10, decay=0.01, segment=segment)
 
 
-def as_the_reference() -> None:
-    """50 steps: states and residuals have the same bits, parameters but for a square root."""
+def matches_reference() -> None:
+    """Compare 50 steps: states and residuals bit for bit, parameters up to a square root."""
     for name, make in MAKERS.items():
         model = network()
         named = list(model.named_parameters())
@@ -104,8 +104,8 @@ def as_the_reference() -> None:
         )
 
 
-def nothing_is_given_up() -> None:
-    """Momenta and old residuals are the average (as a sum) and new residuals."""
+def conservation() -> None:
+    """Check that momenta plus old residuals equal the average (as a sum) plus new residuals."""
     model = network()
     optimizer = MAKERS["one_bit_adam"](model.parameters(), betas=(0.5, 0.999))
     parameters = list(model.parameters())
@@ -128,15 +128,15 @@ def nothing_is_given_up() -> None:
             left = torch.stack([x.double() for x in gathered(now.view(p.shape))]).sum(0)
             values = [g + e for g, e in zip(given[i], before[i], strict=True)]
             lost = torch.stack(values).sum(0) - left - SIZE * optimizer.state[p]["exp_avg"].double()
-            # Of a rank's value: the sum with its residual, with what was decoded, of the ranks, the
-            # quotient, and the same again where the average was encoded: each by 2^-24 of what is
-            # at most as large as all of them and the scales, which are means of magnitudes.
+            # Roundings per value: the sum with its residual, minus the decoded value, the ranks'
+            # sum, the quotient, and the same for the encoded average. Each is at most 2^-24 of the
+            # sum of all of them and the scales, which are means of magnitudes.
             scale = torch.stack(values).abs().sum(0).max()
             assert (lost.abs() <= (2 * SIZE + 8) * 2.0**-24 * 4 * scale).all(), (step, i)
 
 
 def carried_by_torch() -> None:
-    """To the same bits, over gloo; also inside of DistributedDataParallel without its averages."""
+    """Check that carrier="c10d" over gloo gives the same bits, also inside of DDP."""
     gloo: Any = dist.new_group(backend="gloo")
     for name, make in MAKERS.items():
         model = network()
@@ -150,8 +150,8 @@ def carried_by_torch() -> None:
         assert torch.equal(weights_of(wrapped), weights_of(model)), name
 
 
-def what_is_sent() -> None:
-    """One message a step; after the warm-up of matrices one bit a value, and 16 of each 512."""
+def bytes_sent() -> None:
+    """Check that a step sends one message: after the warm-up one bit per value, and scales."""
     if SIZE == 1:
         return
     world: Any = dist.group.WORLD
@@ -166,7 +166,7 @@ def what_is_sent() -> None:
             optimizer.step()
             after = comm.bytes_sent, comm.collectives
             sent.append(after[0] - before[0])
-            assert after[1] - before[1] == 1 or step == 0, name  # first ranks are compared
+            assert after[1] - before[1] == 1 or step == 0, name  # the first call compares the ranks
         vectors = sum(p.numel() for p in model.parameters() if p.dim() <= 1)
         matrices = sum(p.numel() for p in model.parameters() if p.dim() > 1)
         whole = 2 * (SIZE - 1) / SIZE
@@ -175,11 +175,11 @@ def what_is_sent() -> None:
         assert name == "signum" or sent[-1] < 0.25 * sent[1], sent
 
 
-# ---- 2. what trains ------------------------------------------------------------------------------
+# ---- 2. convergence ------------------------------------------------------------------------------
 
 
-def what_trains() -> None:
-    """One bit with both feedbacks trains as the exact momentum does; votes train, too."""
+def convergence() -> None:
+    """Check that one bit with both feedbacks trains like exact momentum; votes train, too."""
     ends: dict[str, float] = {}
     first = 0.0
     variants: list[tuple[str, str, dict[str, Any]]] = [
@@ -199,7 +199,7 @@ def what_trains() -> None:
 
 
 def without_gradients() -> None:
-    """Rows that no batch has stay where they are; on a rank without a gradient it is zero."""
+    """Check that unused rows do not move, and a rank without a gradient counts as zero."""
     torch.manual_seed(0)
     table = nn.Embedding(10, 32)
     start = table.weight.detach().clone()
@@ -213,7 +213,7 @@ def without_gradients() -> None:
     seen = [0, 1, 2, 5]
     assert torch.equal(table.weight[never], start[never])
     moved = (table.weight.detach() - start)[seen].abs()
-    # Far, as is to be expected after so short a warm-up; over eps it would be a million.
+    # A large move is expected after so short a warm-up; divided by eps it would be a million.
     assert moved.min() > 0 and moved.max() < 1000, (moved.min(), moved.max())
     identical_on_all_ranks(table.weight.detach().flatten())
     table.weight.requires_grad_(False)
@@ -221,7 +221,7 @@ def without_gradients() -> None:
     optimizer.step()
     assert torch.equal(table.weight, frozen)
     table.weight.requires_grad_(True)
-    # Votes have no zero: what nobody votes on goes to and fro.
+    # Votes have no zero: elements without votes alternate.
     voting = Signum(table.parameters(), lr=0.01)
     before = table.weight.detach().clone()
     for _ in range(2):
@@ -231,7 +231,7 @@ def without_gradients() -> None:
 
 
 def not_finite() -> None:
-    """One rank's NaN is every rank's."""
+    """Check that one rank's NaN appears on every rank."""
     for make in MAKERS.values():
         for at in (2, 12):
             model = network()
@@ -248,7 +248,7 @@ def not_finite() -> None:
 
 
 def sixteen_bits() -> None:
-    """State is float32; parameters are rounded once."""
+    """Check that the state is float32, and parameters are rounded once."""
     for name, make in MAKERS.items():
         model = network(torch.bfloat16)
         optimizer = make(model.parameters())
@@ -262,7 +262,7 @@ def sixteen_bits() -> None:
 
 
 def resumed() -> None:
-    """To the bit, from the warm-up and from after it."""
+    """Resume bit for bit, from the warm-up and from after it."""
     for name, make in MAKERS.items():
         for at, form, dtype in (
             (6, "torch", torch.float32),
@@ -301,7 +301,7 @@ def resumed() -> None:
                     assert torch.equal(e, own)
 
 
-def another_number_of_ranks() -> None:
+def resumed_on_other_rank_count() -> None:
     alone: Any = dist.new_group([0], backend="cgx")
     for name, make in MAKERS.items():
         model = network()
@@ -315,7 +315,7 @@ def another_number_of_ranks() -> None:
             for x in state.values():
                 identical_on_all_ranks(x.flatten())
         consolidated = copy.deepcopy(optimizer.state_dict())
-        for saved in (own, consolidated):  # what is loaded is saved again as what it was
+        for saved in (own, consolidated):  # a loaded state is saved again in its original form
             optimizer.load_state_dict(saved)
             assert optimizer.state_dict()["own"].keys() == saved["own"].keys(), name
         if RANK == 0:
@@ -387,8 +387,8 @@ def bad_states() -> None:
     fails(InvalidArgument, "before the first", lambda: adam.add_param_group(own))
 
 
-def ranks_that_differ() -> None:
-    """An error on every rank."""
+def mismatched_settings() -> None:
+    """Check that every rank raises."""
     if SIZE == 1:
         return
     for make in MAKERS.values():
@@ -400,6 +400,6 @@ def ranks_that_differ() -> None:
         fails(InvalidArgument, "rank 0 has group 0's lr 0.1, rank", optimizer.step)
 
 
-CHECKS = [as_the_reference, nothing_is_given_up, carried_by_torch, what_is_sent, what_trains]
-CHECKS += [without_gradients, not_finite, sixteen_bits, resumed, another_number_of_ranks]
-CHECKS += [bad_settings, bad_states, ranks_that_differ]
+CHECKS = [matches_reference, conservation, carried_by_torch, bytes_sent, convergence]
+CHECKS += [without_gradients, not_finite, sixteen_bits, resumed, resumed_on_other_rank_count]
+CHECKS += [bad_settings, bad_states, mismatched_settings]

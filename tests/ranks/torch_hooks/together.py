@@ -1,7 +1,7 @@
-"""Several models, or loops, on one group at once.
+"""Several models, or loops, on one group at the same time.
 
-What follows a message is started when it is there, by whatever thread: here each rank is late with
-another model's. Results are those of models that go one after the other.
+A second message starts when the first one is complete, on any thread: here each rank delays a
+different model's. Results must equal those of models that run one after the other.
 """
 
 import threading
@@ -29,7 +29,7 @@ def options_of(carrier: str) -> dict[str, Any]:
 
 
 def late_on_rank(rank: int, state: AveragingState) -> None:
-    """Have a rank be late with what follows a message."""
+    """Delay the second message on one rank."""
     average = state.average
 
     def start(*arguments: Any, then: Any = lambda *_: None, **options: Any) -> Any:
@@ -71,7 +71,7 @@ def models_in_one_backward() -> None:
 
 
 def loops_in_flight() -> None:
-    """Of sparse_loco, whose second message is how many sent a value."""
+    """Use sparse_loco, whose second message has the number of ranks that sent each value."""
     for carrier in CARRIERS:
         options = options_of(carrier)
         weights: list[list[torch.Tensor]] = []
@@ -97,7 +97,7 @@ def loops_in_flight() -> None:
 
 
 def plans_compared_by_two_models() -> None:
-    """Where messages have failed for another reason, plans that are alike are not called so."""
+    """Check that equal plans are not blamed if messages failed for another reason."""
     named = list(network().named_parameters())
     names, numels = tuple(n for n, _ in named), tuple(p.numel() for _, p in named)
     every = tuple(reversed(range(len(names))))

@@ -1,4 +1,4 @@
-"""What the checks of PowerSGD's hooks share: a model with a hook, what a hook was given."""
+"""Helpers of the PowerSGD checks: a model with a hook, and a record of the hook's input."""
 
 from collections.abc import Callable
 from typing import Any
@@ -28,7 +28,7 @@ def hooked(
 
 
 class Watched:
-    """A hook that notes what went in and came out: of all ranks, by layer."""
+    """Record a hook's inputs and outputs on all ranks, by layer."""
 
     def __init__(self, hook: Callable[..., Any]) -> None:
         self.hook = hook
@@ -57,7 +57,7 @@ class Watched:
 def watched(
     hook: Any = ddp.power_sgd_hook, **options: Any
 ) -> tuple[Any, ddp.PowerSGDState, Watched]:
-    """Return a model with one bucket, its state, and what its hook saw in the last step."""
+    """Return a model with one bucket, its state, and the record of its hook in the last step."""
     watch = Watched(hook)
     model, state = hooked(hook=watch.run, **options)
     watch.names = {id(p): name for name, p in model.module.named_parameters()}

@@ -1,7 +1,7 @@
-"""What the hooks keep and refuse.
+"""State and errors of the hooks.
 
-1. gradients of zeros, that are not finite, of 16 bits
-2. buckets that are made anew, rules, blocks
+1. gradients that are zero, not finite, or of 16 bits
+2. rebuilt buckets, rules, blocks
 3. checkpoints; those for other numbers of ranks are in run_torch_restart.py
 4. bad input
 """
@@ -56,7 +56,7 @@ METHOD = Method(ddp.power_sgd_hook, ddp.PowerSGDState, hooked, kept_of)
 
 
 def zeros() -> None:
-    """No NaN, and what comes after them is averaged as ever."""
+    """Check that there is no NaN, and later gradients are averaged correctly."""
     variants: list[dict[str, Any]] = [
         {},
         {"feedback": "torch"},
@@ -74,7 +74,7 @@ def zeros() -> None:
 
 
 def not_finite() -> None:
-    """One rank's NaN is every rank's, of its layer alone, and leaves no trace."""
+    """Check that one rank's NaN appears on every rank, in its layer alone, and not in the state."""
     for hook in (ddp.power_sgd_hook, ddp.batched_power_sgd_hook):
         for feedback in ("local", "torch"):
             model, state, watch = watched(hook, feedback=feedback)
@@ -94,7 +94,7 @@ def not_finite() -> None:
 
 
 def sixteen_bits() -> None:
-    """As in float32 but for the gradients' own rounding; residuals are float32."""
+    """Compare with float32 up to the gradients' rounding; residuals are float32."""
     for dtype, u in ((torch.bfloat16, 2.0**-8), (torch.float16, 2.0**-10)):
         half, state, watch = watched(module=network(dtype))
         for step in range(4):
@@ -110,12 +110,12 @@ def sixteen_bits() -> None:
 
 
 def inside_torchs_wrapper() -> None:
-    """As gradients of 16 bits are averaged; the model's are float32."""
+    """Compare with averaging 16-bit gradients; the model itself is float32."""
     hook: Any = default_hooks.fp16_compress_wrapper(ddp.power_sgd_hook)  # type: ignore[arg-type]
     model, state = hooked(hook=hook)
     weights = train(model, range(5))
     want = train(hooked()[0], range(5))
-    # Five steps of 0.05, each off by 2^-11 of a gradient and of an average; both are less than 1.
+    # Five steps of 0.05, each off by 2^-11 of a gradient and of an average, which are less than 1.
     assert (weights[-1] - want[-1]).abs().max() <= 5 * 0.05 * 2 * 2.0**-11
     assert not torch.equal(weights[-1], want[-1])
     assert state.factors.q.keys() == MATRICES
@@ -125,7 +125,7 @@ def inside_torchs_wrapper() -> None:
 
 
 def buckets() -> None:
-    """One message of P, one of Q, whatever the number of layers."""
+    """Check that there is one message of P and one of Q for any number of layers."""
     for state in method_cases.buckets(METHOD, messages=2):
         assert state.residuals.tensors.keys() == state.factors.q.keys() == MATRICES
 
@@ -136,7 +136,7 @@ def carried_by_torch() -> None:
 
 
 def channels_last() -> None:
-    """A convolution is a matrix as it lies in memory."""
+    """Check that a channels-last convolution is factored in its memory order."""
     torch.manual_seed(0)
     module = nn.Sequential(nn.Conv2d(6, 12, 3), nn.Flatten(), nn.Linear(12, 2))
     model, state = hooked(module.to(memory_format=torch.channels_last))  # type: ignore[call-overload]
@@ -162,7 +162,7 @@ def rules_and_blocks() -> None:
     for name, x in gradients_of(alone).items():
         mean = torch.stack(gathered(x)).mean(0)
         assert torch.allclose(gradients_of(model.module)[name], mean, rtol=1e-5, atol=1e-7), name
-    # A rule that comes later counts from the next step on.
+    # A rule added later applies from the next step on.
     model, state = hooked(rules=Rules())
     train(model, range(3))
     before = {name: q.clone() for name, q in state.factors.q.items()}
@@ -171,12 +171,12 @@ def rules_and_blocks() -> None:
     backward(model, 3)
     kept = {name for name, q in state.factors.q.items() if torch.equal(q, before[name])}
     assert kept == {"2.weight"}
-    # What is not factored goes by the config, with residuals of its own.
+    # Layers that are not factored use the config, with residuals.
     model, state = hooked(min_compression_rate=5, config=Config(bits=1, compressor="levels"))
     train(model, range(4))
     assert state.factors.q.keys() == {"0.weight", "2.weight"}
     assert state.residuals.tensors.keys() == MATRICES
-    # No feedback.
+    # Without feedback.
     model, state = hooked(use_error_feedback=False)
     train(model, range(4))
     assert not state.residuals.tensors
@@ -196,7 +196,7 @@ def resumed() -> None:
 
 
 def groups_of_a_mesh() -> None:
-    """Each has residuals and Q of its own; a checkpoint of all ranks keeps them apart."""
+    """Check that each group has separate residuals and Q, also in a checkpoint of all ranks."""
     groups: list[Any] = [dist.new_group([rank], backend="gloo") for rank in range(SIZE)]
 
     def fresh(filled: bool, consolidated: bool) -> ddp.PowerSGDState:
@@ -217,7 +217,7 @@ def groups_of_a_mesh() -> None:
             dcp_load({"cgx": loaded}, checkpoint_id=folder)
         for kept in (loaded.residuals.tensors, loaded.factors.q):
             assert kept["w"].tolist() == [RANK] * 4, kept
-    # On the default group, too, whose state has no name.
+    # Also on the default group, whose state has no name.
     anywhere = ddp.PowerSGDState()
     anywhere.load_state_dict(saved.state_dict())
     assert anywhere.residuals.tensors["w"].tolist() == [RANK] * 4
@@ -252,7 +252,7 @@ def bad_gradients() -> None:
 
 
 def bad_states() -> None:
-    # Another model's: a matrix of another shape, or of another size.
+    # State of another model: a matrix of another shape, or of another size.
     model, state = hooked()
     train(model, range(3))
     for change, words in (
