@@ -135,7 +135,7 @@ def test_one_rank_alone_measures_nothing() -> None:
     comm.close()
 
 
-def test_what_cannot_be_is_refused() -> None:
+def test_invalid_settings_raise() -> None:
     [comm] = Communicator.local(1)
     with pytest.raises(InvalidArgument, match="has no bits to choose"):  # as on several ranks
         cgx_ops.bits_for(comm, 100, Config(compressor="half"))

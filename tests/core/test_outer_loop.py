@@ -63,6 +63,6 @@ def test_settings_that_make_no_sense(arguments: tuple[object, ...], message: str
         Schedule(*arguments)  # pyright: ignore[reportArgumentType]
 
 
-def test_numbers_of_numpys() -> None:
+def test_numpy_numbers() -> None:
     given: Any = (np.int64(6), np.int32(2), 1, np.float32(0.5))
     assert repr(Schedule(*given)) == repr(Schedule(6, 2, 1, 0.5))

@@ -179,7 +179,7 @@ def test_what_is_not_pairs(rules: Any) -> None:
         Rules(rules)
 
 
-def test_what_is_not_rules() -> None:
+def test_invalid_rules() -> None:
     with pytest.raises(TypeError, match=r"f: rules is \{'a': 4\}; give cgx_ops.Rules\(\["):
         require_rules({"a": 4}, "f: ")
     with pytest.raises(TypeError, match="exact_vectors is 1; it must be True or False"):

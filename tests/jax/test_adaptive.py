@@ -1,4 +1,4 @@
-"""Bits that follow gradients in JAX: statistics inside a program, and a program for each change."""
+"""Adaptive bits in JAX: statistics inside a program, and one program per change of the bits."""
 
 import re
 import textwrap
@@ -25,7 +25,7 @@ CONFIG = Config(bits=4, bucket_size=64, rounding="nearest")
 
 
 def tree_of(step: int) -> dict[str, Any]:
-    """Return what two devices have, of scales that differ."""
+    """Return the inputs of two devices, with different scales."""
     shapes = {"a": (1000,), "b": (100, 50), "c": (1999,)}
     scales = {"a": 30.0, "b": 0.2, "c": 1.0}
     return {n: scales[n] * normal(7 * step + i, 2, *s) for i, (n, s) in enumerate(shapes.items())}
@@ -42,7 +42,7 @@ def test_statistics_are_the_oracles(compressor: Any) -> None:
         assert float(value) == pytest.approx(want, rel=1e-5)
 
 
-def test_a_program_for_each_change() -> None:
+def test_each_change_compiles_a_program() -> None:
     mesh = mesh_of((2,), ("d",))
 
     @partial(jax.jit, static_argnames="plan")
@@ -63,7 +63,7 @@ def test_a_program_for_each_change() -> None:
         sums, found = step(tree, plan=bits.plan())
         bits.observe(i, numels, found)
         losses.append(found)
-        # Other bits are other values: those of a program that knows only them.
+        # Different bits give different values: those of a program compiled for these bits only.
         alone = jax.shard_map(
             lambda rows: psum_q(
                 jax.tree.map(lambda x: x[0], rows), "d", bits=4, bucket_size=64,
@@ -80,7 +80,7 @@ def test_a_program_for_each_change() -> None:
     assert compiled._cache_size() == 1 + bits.changes == 2
 
 
-def test_the_snippet_of_the_documentation() -> None:
+def test_documentation_snippet() -> None:
     page = (Path(__file__).parents[2] / "docs/guides/planner.md").read_text()
     block = re.search(r"\n\n(    bits = AdaptiveBits.*?)\n\n\S", page, re.DOTALL)
     assert block is not None
@@ -97,14 +97,14 @@ def test_the_snippet_of_the_documentation() -> None:
     exec(textwrap.dedent(block[1]), names)
     own = [jax.grad(loss)(params, rows)["w"] for rows in batches[0].reshape(4, 2, 40)]
     exact = sum(own) / 4
-    # A level of 4 bits is at most 2 max / 15, and rounding errs by half of it: in what each device
-    # sends, and in their average, whose magnitudes may exceed theirs by that.
+    # A 4-bit level is at most 2 max / 15, and rounding errs by half of it, in each device's message
+    # and in their average, whose magnitudes may be larger by that error.
     largest = float(max(jnp.abs(g).max() for g in own))
     bound = largest / 15 + largest * (1 + 1 / 15) / 15
     got: Any = names["gradients"]
     assert float(jnp.abs(got["w"] - exact).max()) <= bound < float(jnp.abs(exact).max())
 
 
-def test_what_cannot_be_is_refused() -> None:
+def test_invalid_settings_raise() -> None:
     with pytest.raises(InvalidArgument, match="compressor is 'topk'"):
         statistics({}, compressor="topk")  # pyright: ignore[reportArgumentType]

@@ -1,4 +1,4 @@
-"""Steps may be launched far ahead of their results, on several CPU devices of one process."""
+"""Steps can be launched far ahead of their results, on several CPU devices of one process."""
 
 import os
 import subprocess
@@ -14,7 +14,7 @@ from cgx_ops.jax._src.runtime import threads as _threads
 
 @pytest.mark.parametrize("how", ["ours", "mixed", "twice", "jit"])
 def test_a_hundred_steps(how: str) -> None:
-    """XLA lets a device have 32 programs in flight."""
+    """Launch more than 32 programs, XLA's limit of programs in flight per device."""
     (output,) = launch.processes(1, "run_jax_ahead.py", 4, 100, how)
     assert output.splitlines().count("right") == 1, output
 
@@ -42,10 +42,10 @@ def test_other_numbers_of_devices(devices: int) -> None:
         ({"XLA_FLAGS": "--xla_force_host_platform_device_count=600", "PJRT_NPROC": "3"}, "3"),
     ],
 )
-def test_threads_that_are_asked_for(
+def test_thread_counts(
     environ: dict[str, str], threads: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Numbers of the user's stay; those that cgx_ops set for a parent process do not."""
+    """Check that a user's thread count is kept, but not one set by a parent's cgx_ops."""
     monkeypatch.setattr(compat, "backends_started", lambda: False)
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
@@ -55,8 +55,8 @@ def test_threads_that_are_asked_for(
     assert len(few) == (threads != "1200"), warned
 
 
-def test_an_import_after_the_first_use_of_devices() -> None:
-    """XLA's threads exist already: a warning names the remedies."""
+def test_import_after_first_use_of_devices() -> None:
+    """Check that a warning names the remedies if XLA's threads exist already."""
     devices = 2 * len(os.sched_getaffinity(0))
     flags = {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
     environ = {name: x for name, x in os.environ.items() if "NPROC" not in name} | flags

@@ -1,7 +1,7 @@
-"""allreduce_q: values to the bit, transformations, derivatives. Ranks are threads.
+"""allreduce_q: bitwise values, transformations, derivatives. Ranks are threads.
 
-Each has a device and a communicator of its own. jax/test_allreduce_calls.py has what is about many
-calls, errors and processes.
+Each rank has a device and a communicator. jax/test_allreduce_calls.py covers sequences of calls,
+errors and processes.
 """
 
 from collections.abc import Callable
@@ -62,7 +62,7 @@ def test_knobs(knobs: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("make", [jax.random.key, jax.random.PRNGKey])
 def test_keys(make: Callable[[int], jax.Array]) -> None:
-    """Ranks may have keys of their own; the key may be traced."""
+    """Test different keys on the ranks, and traced keys."""
     x = normal(2, 3, 3000)
     keys = [make(7 + rank) for rank in range(3)]
 
@@ -96,7 +96,7 @@ def test_a_tree_is_one_message_for_each_dtype() -> None:
 
 @pytest.mark.parametrize("fuse", [True, False])
 def test_rules_and_residuals(fuse: bool) -> None:
-    """Each leaf has its bits and, in place, what was lost of it; sums differ from step to step."""
+    """Check each leaf's bits and residual, with different sums in each step."""
     x = {"bias": normal(20, 2, 100), "kernel": normal(21, 2, 3, 1000)}
     old = {"bias": normal(22, 2, 100), "kernel": normal(23, 2, 3, 1000)}
 
@@ -169,7 +169,7 @@ def inner_jit(f: Any, x: Any) -> Any:
 
 
 def while_condition(f: Any, x: Any) -> Any:
-    """The condition reduces too; it holds twice."""
+    """Use a loop condition that reduces, too, and holds twice."""
     wanted = lambda state: (f(state[1])[0] != 0) & (state[0] < 2)  # noqa: E731
     return lax.while_loop(wanted, lambda state: (state[0] + 1, state[1]), (0, x[0]))[0]
 
@@ -184,7 +184,7 @@ def twice_while(f: Any, x: Any) -> Any:
 
 
 def with_custom_vjp(f: Any, x: Any) -> Any:
-    """Values and gradients are compressed: the rule is the user's."""
+    """Check that a user's custom VJP compresses both values and gradients."""
     function = jax.custom_vjp(f)
     function.defvjp(lambda v: (f(v), None), lambda _, ct: (f(ct),), optimize_remat=True)
     return function(x[0]), jax.vjp(function, x[1])[1](x[2])[0]
@@ -277,7 +277,7 @@ EXACT = expected(X[:, 0], bits=32)
 
 @pytest.mark.parametrize("where", [lambda f: f, jax.jit], ids=["eager", "jit"])
 def test_derivatives_are_those_of_exact_sums(where: Any) -> None:
-    """Each rank weighs the sum with its own row: the gradient is the sum of the rows."""
+    """Check that the gradient is the sum of the ranks' weights, as for an exact sum."""
 
     def body(rank: int, comm: Communicator) -> Any:
         x, f = jnp.asarray(X[rank, 0]), reduce(comm)
@@ -306,7 +306,7 @@ def test_derivatives_are_those_of_exact_sums(where: Any) -> None:
 
 
 def test_tangents_of_one_leaf() -> None:
-    """Each rank pushes another leaf: the others' tangents are zeros, and travel."""
+    """Differentiate a different leaf on each rank; the other tangents are zeros."""
 
     def body(rank: int, comm: Communicator) -> Any:
         x = list(jnp.asarray(X[rank]))
@@ -325,7 +325,7 @@ def test_averages_have_averaged_derivatives() -> None:
 
 
 def test_second_derivatives() -> None:
-    """Of |sum|^2: a sum of sums, all exact, and of the same values on all ranks."""
+    """Differentiate |sum|^2 twice: a sum of sums, all exact, equal on all ranks."""
 
     def body(rank: int, comm: Communicator) -> Any:
         norm = lambda v: jnp.square(allreduce_q(v, comm, bits=32)).sum()  # noqa: E731
@@ -336,7 +336,7 @@ def test_second_derivatives() -> None:
 
 
 @pytest.mark.parametrize("policy", [None, "nothing_saveable", "dots_saveable"])
-def test_remat_communicates_nothing_twice(policy: str | None) -> None:
+def test_remat_does_not_repeat_communication(policy: str | None) -> None:
     saved = getattr(jax.checkpoint_policies, policy) if policy else None
 
     def body(rank: int, comm: Communicator) -> Any:
@@ -351,7 +351,7 @@ def test_remat_communicates_nothing_twice(policy: str | None) -> None:
 
 
 def test_ranks_whose_results_are_not_used() -> None:
-    """Rank 0's loss looks at one leaf, rank 1's at the other: zeros travel, and nobody waits."""
+    """Use different leaves in the losses of ranks 0 and 1: zeros are sent, and no rank waits."""
 
     def body(rank: int, comm: Communicator) -> Any:
         def loss(x: dict[str, jax.Array]) -> jax.Array:

@@ -1,6 +1,6 @@
 """allreduce_q: the order of calls, errors, processes.
 
-Ranks are threads with a device each; ranks/run_jax_allreduce.py has the processes.
+Ranks are threads with one device each; ranks/run_jax_allreduce.py tests processes.
 """
 
 import re
@@ -35,7 +35,7 @@ ENVIRONMENT = {
     "XLA_FLAGS": "",
     "JAX_PLATFORMS": "cpu",
     "OMP_NUM_THREADS": "1",
-    "CGX_TIMEOUT": "30",  # where a defect hangs
+    "CGX_TIMEOUT": "30",  # the deadline if a defect makes a test hang
 }
 
 
@@ -43,7 +43,7 @@ ENVIRONMENT = {
 
 
 def test_independent_calls_keep_their_order() -> None:
-    """No data connects them, and no two are alike: calls that met others would fail."""
+    """Check the order of calls without data dependencies; all differ, so a mismatch would fail."""
     inputs = [normal(size, 3, size) for size in range(600, 664)]
 
     def body(rank: int, comm: Communicator) -> Any:
@@ -55,7 +55,7 @@ def test_independent_calls_keep_their_order() -> None:
 
 
 def test_ranks_that_run_different_programs() -> None:
-    """A loop, calls from Python, and launches of two calls meet, and a rank compiles more."""
+    """Match calls in a loop, from Python, and two per launch, despite extra compilations."""
 
     def loop(f: Any, x: jax.Array) -> Any:
         return jax.jit(lambda x: lax.map(f, x))(x)
@@ -74,7 +74,7 @@ def test_ranks_that_run_different_programs() -> None:
 
 
 def test_two_communicators() -> None:
-    """One program reduces over all ranks, over a pair, and over all again."""
+    """Reduce over all ranks, over a pair, and over all ranks again in one program."""
 
     def body(rank: int, comm: Communicator) -> Any:
         pair = comm.split(None if rank == 2 else 0, name=f"{comm.name.split('/')[0]}-pair")
@@ -95,8 +95,8 @@ def test_two_communicators() -> None:
     check(results[2:], (STEPS[0], np.zeros(1000, np.float32), STEPS[2]))
 
 
-def test_among_calls_from_python() -> None:
-    """Calls without a name meet their own kind, whichever is first; a name crosses the border."""
+def test_interleaved_with_numpy_calls() -> None:
+    """Check that unnamed calls match within one API, and named calls match across APIs."""
     config = Config(rounding="nearest", algorithm="sra")
 
     def body(rank: int, comm: Communicator) -> Any:
@@ -114,7 +114,7 @@ def test_among_calls_from_python() -> None:
 
 
 def test_names_of_a_tree() -> None:
-    """The messages of two dtypes have names of their own, by their first leaf."""
+    """Check that the messages of two dtypes have different names, from their first leaves."""
     config = Config(rounding="nearest")
     tree = (normal(0, 2, 900), normal(1, 2, 900, dtype=np.float16))
 
@@ -129,7 +129,7 @@ def test_names_of_a_tree() -> None:
 
 
 def test_threads_with_names() -> None:
-    """Each of four threads of a rank dispatches calls of its own name."""
+    """Dispatch calls with a separate name from each of four threads of a rank."""
 
     def body(rank: int, comm: Communicator) -> Any:
         results: list[Any] = [None] * 4
@@ -206,13 +206,13 @@ def test_knobs_out_of_range(
 
 
 @pytest.mark.parametrize("comm", ["world", 0, object()], ids=repr)
-def test_what_is_no_communicator(comm: Any) -> None:
+def test_invalid_communicators(comm: Any) -> None:
     with pytest.raises(TypeError, match=r"comm is .*cgx_ops\.Communicator, or None"):
         allreduce_q(np.ones(3, np.float32), comm)
 
 
 def test_devices(pair: list[Communicator]) -> None:
-    """Several devices in one program: psum_q's affair, as each way to get there says."""
+    """Check that several devices in one program raise an error that recommends psum_q."""
     mesh, x = mesh_of((4,), ("d",)), np.ones((4, 100), np.float32)
     with pytest.raises(NotImplementedError, match=r"4 devices.*psum_q\(x, \('d',\)\)"):
         on_mesh(mesh, lambda v: allreduce_q(v, pair[0]))(x)
@@ -237,7 +237,7 @@ def test_a_closed_communicator(pair: list[Communicator]) -> None:
         jax.block_until_ready(program(x))
 
 
-def test_a_communicator_that_a_late_rank_has_closed() -> None:
+def test_communicator_closed_by_a_late_rank() -> None:
     comms = Communicator.local(2, timeout=0.3)
     with pytest.raises(cgx_ops.DeadlineExceeded):
         comms[0].allreduce(np.ones(100, np.float32))
@@ -256,11 +256,11 @@ def error_of(call: Callable[[], Any]) -> str:
 
 
 @pytest.mark.parametrize("in_background", [False, True])
-def test_shapes_that_differ(in_background: bool) -> None:
-    """Every rank is told, and goes on with the same program and communicator.
+def test_mismatched_shapes(in_background: bool) -> None:
+    """Check that every rank gets an error, and the program and communicator remain usable.
 
-    XLA runs a small program where it is dispatched, unless it waits for an operand: then the error
-    comes later, and JAX's token with it.
+    XLA runs a small program at dispatch, unless the program waits for an operand. In the latter
+    case the error comes later, with JAX's token.
     """
 
     def body(rank: int, comm: Communicator) -> Any:
@@ -280,7 +280,7 @@ def test_shapes_that_differ(in_background: bool) -> None:
         assert all(same_bits(sums, np.full(100, 2, np.float32)) for sums in later)
 
 
-def test_a_rank_that_never_calls() -> None:
+def test_missing_rank() -> None:
     comms = Communicator.local(2, timeout=1)
     text = error_of(lambda: allreduce_q(np.ones(100, np.float32), comms[0], name="lonely"))
     assert "DEADLINE_EXCEEDED: allreduce_q 'lonely'" in text
@@ -293,9 +293,9 @@ def test_a_rank_that_never_calls() -> None:
 
 
 def test_threads_without_names(pair: list[Communicator]) -> None:
-    """While a call of one thread waits for its peer, another thread's is refused on all ranks.
+    """Check that a second thread's unnamed call raises on all ranks while the first one waits.
 
-    The first one is an error, too: nobody knows which of the two the peer has met.
+    The first call fails, too, because the peer may have matched either of the two.
     """
     programs = [jax.jit(reduce(comm)) for comm in pair]
     wanted = expected(X[:2, 0])
@@ -317,11 +317,11 @@ def test_threads_without_names(pair: list[Communicator]) -> None:
         return future
 
     first = in_background(0, 0)
-    assert same_bits(call(1, 0), wanted)  # both have compiled
+    assert same_bits(call(1, 0), wanted)  # both ranks have compiled
     assert same_bits(first.result(), wanted)
     sent = pair[0].bytes_sent
     waiting = in_background(0, 0)
-    while pair[0].bytes_sent == sent:  # the header says that it has started
+    while pair[0].bytes_sent == sent:  # the header shows that the call has started
         time.sleep(0.001)
     refused = error_of(lambda: call(0, 1, device=2))
     assert re.search("INVALID_ARGUMENT.*several Python threads", refused)
@@ -354,7 +354,7 @@ def test_processes(check: RankCheck) -> None:
 
 @pytest.mark.slow
 def test_the_persistent_cache(tmp_path: Path) -> None:
-    """Both ranks load what a run of rank 0's compiled: nothing in it is a process's own."""
+    """Check that both ranks load rank 0's program: it does not depend on the process."""
     outputs = mpirun(2, "run_jax_allreduce.py", "cached", tmp_path, env=ENVIRONMENT)
     assert any("misses: 1" in output for output in outputs), outputs
     for output in mpirun(2, "run_jax_allreduce.py", "cached", tmp_path, env=ENVIRONMENT):

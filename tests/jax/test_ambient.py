@@ -1,4 +1,4 @@
-"""Averages in JAX do not depend on its default dtypes, precisions and promotions: to the bit."""
+"""Averages in JAX have the same bits for every default dtype, precision and promotion setting."""
 
 import re
 from collections.abc import Callable
@@ -102,7 +102,7 @@ def test_outer_loops(kind: str, setting: Callable[[], AbstractContextManager[Any
 
 @pytest.mark.parametrize("name", ["power_sgd", "batched"])
 def test_products_are_float32(name: str) -> None:
-    """As the compiler gets them: on CPUs it multiplies in float32 whatever the precision is."""
+    """Check the lowered products; on CPUs XLA always multiplies in float32."""
     mesh = cases.mesh_with(N)
     optimizer = METHODS[name](mesh)
     with jax.default_matmul_precision("bfloat16"):

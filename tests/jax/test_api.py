@@ -1,4 +1,4 @@
-"""What all calls of cgx_ops.jax have in common: names, roundings, settings by rules, examples."""
+"""Properties of all calls of cgx_ops.jax: names, roundings, settings by rules, examples."""
 
 import doctest
 import importlib
@@ -56,11 +56,11 @@ def test_unknown_keywords() -> None:
 
 
 def test_all_calls_take_the_same_options() -> None:
-    """`config` and its keywords, as in torch and numpy. Only signum has no keywords."""
+    """Check that all calls but signum accept `config` and its keywords, as in torch and numpy."""
     for call in CALLS:
         taken = inspect.signature(call).parameters
         fields = {row["name"] for row in tables.CONFIG_FIELDS}
-        if call is cgx_ops.jax.deep_gradient:  # its own
+        if call is cgx_ops.jax.deep_gradient:  # has its own options
             fields -= {"density", "clip"}
         assert not taken.keys() & fields
         assert taken["config"].default is None
@@ -84,8 +84,8 @@ def test_examples_of_docstrings(name: str) -> None:
 
 
 @pytest.mark.parametrize("carrier", ["native", "xla"])
-def test_rounding_is_obeyed(carrier: Any) -> None:
-    """As a keyword, in the config and in a rule."""
+def test_rounding_is_applied(carrier: Any) -> None:
+    """Test the keyword, the config and a rule."""
     seeds = [seed_of(KEY)] * 8
     shift = expected(X, seeds=seeds, rounding="shift")
     options = {"key": KEY, "carrier": carrier}
@@ -103,7 +103,7 @@ def test_rounding_is_obeyed(carrier: Any) -> None:
 
 
 def test_residuals_by_rules() -> None:
-    """Rules set feedback and its decay for each leaf."""
+    """Check that rules set feedback and its decay for each leaf."""
     rules = Rules([("a", {"error_feedback": False}), ("b", {"residual_decay": 0.5})])
     optimizer = average_gradients("d", bits=2, rules=rules, mesh=MESH)
     tree = {name: normal(i, 8, 40, 30) for i, name in enumerate("abc")}

@@ -1,7 +1,7 @@
-"""Methods that both frameworks have: losses of 50 steps of one model, of two ranks, are the same.
+"""Methods of both frameworks: 50 steps of one model on two ranks give the same losses.
 
-Of outer loops all that ranks have after 50 given moves, to the bit. From equal weights and seeds;
-ranks/run_torch_losses.py makes torch's.
+Outer loops are compared bit for bit after 50 given moves, starting from equal weights and seeds.
+ranks/run_torch_losses.py produces torch's results.
 """
 
 from collections.abc import Callable
@@ -58,7 +58,7 @@ MAKERS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-# Their products are exact, so that it does not matter how they are contracted with sums.
+# The products are exact, so that fusing them with sums changes no bits.
 HALVES = optax.sgd(0.5, momentum=0.5, nesterov=True)
 OUTER_LOOPS: dict[str, Callable[[Any], Any]] = {
     "diloco": lambda mesh: diloco(
@@ -78,7 +78,7 @@ OUTER_LOOPS: dict[str, Callable[[Any], Any]] = {
 
 @pytest.fixture(scope="module")
 def torchs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of torch's runs, of all methods in one launch."""
+    """Return the folder of torch's runs, all made in one launch."""
     folder = tmp_path_factory.mktemp("losses")
     program = "run_torch_losses.py"
     launch.check_ok(launch.mpirun(2, program, folder, env=tc.ENVIRONMENT, timeout=200))
@@ -129,7 +129,7 @@ def test_outer_loops(name: str, torchs: Path) -> None:
     loop = OUTER_LOOPS[name](mesh)
 
     def of(kind: str) -> Any:
-        """Return a tree of torch's tensors: "0.weight" is ["0"]["weight"]."""
+        """Return torch's tensors as a tree: "0.weight" becomes ["0"]["weight"]."""
         tree: dict[str, Any] = {}
         for key in run.files:
             if key.startswith(f"{kind}/"):

@@ -1,8 +1,8 @@
-"""carrier="xla": XLA's own collectives carry the messages, and the bits are the native carrier's.
+"""carrier="xla": XLA's own collectives transport the messages, with the native carrier's bits.
 
 1. one process, eight devices: against the oracle and the native carrier
-2. processes, pretended and real ones with gloo: without MPI, and under mpirun
-3. what crosses, to the byte
+2. processes, simulated and real ones with gloo: without MPI, and under mpirun
+3. the exact number of bytes sent
 4. transformations
 5. what is refused
 """
@@ -49,7 +49,7 @@ ONE_PROCESS = [0] * 8
 
 
 def run(case: Case, mesh: Mesh, axes: Any, carrier: Any = "xla") -> tuple[Any, Any]:
-    """Return (results, residuals), a row for each device."""
+    """Return (results, residuals), with a row for each device."""
     program = on_mesh(mesh, lambda x, e, seed: case.call(x, e, seed, axes, carrier))
     return program(*case.operands(mesh.size))
 
@@ -57,7 +57,7 @@ def run(case: Case, mesh: Mesh, axes: Any, carrier: Any = "xla") -> tuple[Any, A
 def check(
     case: Case, mesh: Mesh, axes: Any, groups: Sequence[Sequence[int]], processes: Sequence[int]
 ) -> None:
-    """Compare each group's results and residuals with the oracle. `groups`: places in the mesh."""
+    """Compare each group's results and residuals with the oracle. groups: mesh positions."""
     results, residuals = map(np.asarray, run(case, mesh, axes))
     for group in groups:
         result, lost = case.expected(group, processes, axes)
@@ -79,7 +79,7 @@ def test_equals_the_oracle_and_the_native_carrier(case: Case) -> None:
 
 
 def test_large() -> None:
-    """Many chunks a shard, whose number differs between the shards."""
+    """Use many chunks per shard; their number differs between the shards."""
     for case in (Case(2**20 + 7, 3, bucket_size=1000), Case(2**20 + 7, 32, BF16, "avg")):
         check(case, mesh_of((3,), ("d",), jax.devices()[:3]), "d", [range(3)], ONE_PROCESS[:3])
 
@@ -100,7 +100,7 @@ def test_axes_and_orders(axes: Any, groups: Any) -> None:
     check(Case(3000, keys="different"), mesh, axes, groups.tolist(), ONE_PROCESS)
 
 
-def test_nothing_is_hidden_or_flushed() -> None:
+def test_nan_and_denormals_are_preserved() -> None:
     x = normal(1, 8, 2048) * np.float32(1e-40)
     x[3, 700], x[5, 1900] = np.nan, np.inf
     program = on_mesh(mesh_of((8,), ("d",)), lambda v: psum_q(v, "d", carrier="xla"))
@@ -112,7 +112,7 @@ def test_nothing_is_hidden_or_flushed() -> None:
 
 @pytest.mark.parametrize("fuse", [True, False])
 def test_trees(fuse: bool) -> None:
-    """Leaves of a dtype are one message, of which each has its own bits and seed."""
+    """Check that leaves of a dtype share a message, but have separate bits and seeds."""
     tree = {"a": normal(2, 8, 700), "bias": normal(3, 8, 90), "c": normal(4, 8, 2, 40, dtype=BF16)}
     key = jax.random.key(5)
     program = on_mesh(
@@ -138,7 +138,7 @@ def test_trees(fuse: bool) -> None:
 # ---- 2. processes --------------------------------------------------------------------------------
 
 
-# Each case every day in one of two hierarchies, in turns.
+# Daily runs test each case in one of two hierarchies, alternating.
 HIERARCHIES = {"2x4": [0, 0, 0, 0, 1, 1, 1, 1], "4x2": [2, 0, 1, 3, 2, 1, 0, 3]}
 IN_HIERARCHIES = [
     pytest.param(
@@ -152,12 +152,12 @@ IN_HIERARCHIES = [
 
 @pytest.mark.parametrize(("case", "processes"), IN_HIERARCHIES)
 def test_hierarchy(case: Case, processes: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if the devices were in these processes: a process is one rank."""
+    """Simulate these processes: the devices of one process form one rank."""
     monkeypatch.setattr(mesh_groups, "processes_of", lambda *_: processes)
     check(case, mesh_of((8,), ("d",)), "d", [range(8)], processes)
 
 
-def test_sums_in_a_process_hide_and_flush_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sums_in_a_process_preserve_nan_and_denormals(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mesh_groups, "processes_of", lambda *_: [0, 1] * 4)
     for dtype, tiny in ((np.float32, 1e-40), (np.float16, 1e-6), (BF16, 1e-40)):
         x = (normal(6, 8, 100) * np.float32(tiny)).astype(dtype)
@@ -171,7 +171,7 @@ def test_sums_in_a_process_hide_and_flush_nothing(monkeypatch: pytest.MonkeyPatc
 
 PROGRAM = "run_jax_carrier.py"
 OF_MESHES = ["one_axis", "two_axes", "permuted_mesh", "many"]
-# Without LLVM's optimizations, which take long: above the same calls have them.
+# LLVM's optimizations are disabled because they are slow; the cases above use them.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "XLA_FLAGS": "--xla_backend_optimization_level=0"}
 
 
@@ -199,11 +199,11 @@ def test_among_processes(check: RankCheck) -> None:
     check.passes()
 
 
-# ---- 3. what crosses, to the byte ----------------------------------------------------------------
+# ---- 3. exact number of bytes sent ---------------------------------------------------------------
 
 
 def sent(case: Case, mesh: Mesh) -> dict[str, list[list[int]]]:
-    """Return the shapes of the bytes that a device gives to XLA's collectives, by their names."""
+    """Return the shapes of a device's byte arrays in XLA's collectives, by collective."""
     program = on_mesh(mesh, lambda x: psum_q(x, "d", carrier="xla", **with_config(**case.knobs())))
     text = program.lower(case.inputs(mesh.size)).as_text()
     shapes: dict[str, list[list[int]]] = {}
@@ -213,7 +213,7 @@ def sent(case: Case, mesh: Mesh) -> dict[str, list[list[int]]]:
 
 
 def payload(case: Case, ranks: int) -> int:
-    """Return the bytes that all ranks together would send natively, as cgx_plan says."""
+    """Return the bytes that all ranks send with the native carrier, from cgx_plan."""
     total = 0
     for comm in Communicator.local(ranks):
         segment = structs.Segment(0, case.numel, case.bucket_size, case.bits)
@@ -238,13 +238,13 @@ def shard_bytes(case: Case, ranks: int) -> list[int]:
 
 @pytest.mark.parametrize("buckets", [16, 17, 23])
 def test_bytes_of_sra(buckets: int) -> None:
-    """The native carrier's, and what pads each message to the longest: nothing if all are equal."""
+    """Compare with the native carrier plus the padding of each message to the longest one."""
     case = Case(buckets * 512)
     (exchanged,), (gathered,) = sent(case, mesh_of((8,), ("d",))).values()
     bytes_of = shard_bytes(case, 8)
     longest = max(bytes_of)
     assert (exchanged, gathered) == ([8, longest], [1, longest])
-    # Each rank sends 7 rows to the others, and its one to 7.
+    # Each rank sends 7 rows to the others, and its own result row to 7 ranks.
     padding = 2 * 7 * sum(longest - each for each in bytes_of)
     assert 8 * 2 * 7 * longest == payload(case, 8) + padding
     assert padding == 0 or buckets % 8
@@ -258,8 +258,8 @@ def test_bytes_of_one_shot() -> None:
     assert 8 * 7 * rows * length == payload(case, 8)
 
 
-def test_nothing_crosses_between_processes_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two processes of four devices: these send a quarter each, and share what comes."""
+def test_no_message_crosses_processes_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check that each of four devices in two processes sends a quarter, and they share the rest."""
     monkeypatch.setattr(mesh_groups, "processes_of", lambda *_: [0, 0, 0, 0, 1, 1, 1, 1])
     case = Case(16 * 512)
     shapes = sent(case, mesh_of((8,), ("d",)))
@@ -271,8 +271,8 @@ def test_nothing_crosses_between_processes_twice(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("step", ["encode", "reduce"])
 def test_padding_is_zeros(step: str) -> None:
-    """What pads a message, and a rank's own row, is not what was in that memory before."""
-    values = np.ones((1, 4 * 512), np.float32)  # a bucket for each of four ranks: 264 bytes
+    """Check that padding, and a rank's own row, contain zeros and not old memory."""
+    values = np.ones((1, 4 * 512), np.float32)  # a bucket of 264 bytes for each of four ranks
     config = Config(rounding="nearest", algorithm="sra")
     attributes = {**call_attributes("sum", [config]), "size": np.int64(4), "divisor": np.int64(4)}
     arrived = [np.zeros((4, 300), np.uint8)] if step == "reduce" else []
@@ -285,7 +285,7 @@ def test_padding_is_zeros(step: str) -> None:
     )
     messages = call(*operands, before, **attributes)
     want = np.zeros_like(before)
-    want[..., :8] = np.array([1, 0], np.float32).view(np.uint8)  # minimum, step; levels are 0
+    want[..., :8] = np.array([1, 0], np.float32).view(np.uint8)  # minimum, step; the levels are 0
     if step == "encode":
         want[1] = 0  # the rank itself
     assert same_bits(messages, want)
@@ -296,7 +296,7 @@ def test_padding_is_zeros(step: str) -> None:
 
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_vmap(check_vma: bool) -> None:
-    """Each example is reduced as if it were alone, also by the same algorithm."""
+    """Check that each example is reduced as if alone, with the same algorithm."""
     x, keys = normal(7, 8, 6, 3000), jax.random.split(jax.random.key(8), 6)
     case = Case(3000, algorithm="auto")
 
@@ -336,7 +336,7 @@ def test_control_flow(body: Any, check_vma: bool) -> None:
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_gradient_is_that_of_the_exact_sum(check_vma: bool) -> None:
+def test_gradient_equals_that_of_the_exact_sum(check_vma: bool) -> None:
     x = normal(10, 8, 3000)
 
     def gradient(v: jax.Array, *, exact: bool) -> jax.Array:
@@ -356,7 +356,7 @@ def test_gradient_is_that_of_the_exact_sum(check_vma: bool) -> None:
 
 
 def test_unused_results_are_dropped_everywhere() -> None:
-    """The steps are pure: XLA may drop and merge them, in all processes alike."""
+    """Check that XLA may drop and merge the steps, which are pure, on all processes the same."""
 
     def body(v: jax.Array) -> jax.Array:
         psum_q(v, "d", carrier="xla")
@@ -371,7 +371,7 @@ def test_unused_results_are_dropped_everywhere() -> None:
 
 
 @pytest.mark.parametrize("algorithm", ["ring", "hierarchical"])
-def test_algorithms_that_pass_messages_on_are_refused(algorithm: Any) -> None:
+def test_relaying_algorithms_raise(algorithm: Any) -> None:
     program = on_mesh(
         mesh_of((8,), ("d",)),
         lambda v: psum_q(v, "d", config=Config(algorithm=algorithm), carrier="xla"),
@@ -388,7 +388,7 @@ def test_algorithms_that_pass_messages_on_are_refused(algorithm: Any) -> None:
         ([0, 0, 0, 0, 0, 0, 1, 1], "b", "hold 2\\+2 or 4 of its devices"),
     ],
 )
-def test_uneven_groups_are_refused(
+def test_uneven_groups_raise(
     processes: list[int], axes: Any, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(mesh_groups, "processes_of", lambda *_: processes)

@@ -1,6 +1,6 @@
-"""cgx_ops/jax/_src/runtime/compat.py: each function does what it says with the installed JAX.
+"""Each function of cgx_ops/jax/_src/runtime/compat.py works with the installed JAX.
 
-The first to fail after an update of JAX, and the only one that should need to.
+After an update of JAX these tests should be the first to fail, and the only ones.
 """
 
 import ast
@@ -37,7 +37,7 @@ RUNTIME = PACKAGE / "_src/runtime"
 
 
 def inside(body: Callable[[jax.Array], Any], mesh: Mesh = MESH, **knobs: Any) -> list[Any]:
-    """Return what `body` finds while it is traced in a shard_map, on a row that varies over "a"."""
+    """Return what `body` returns while traced in a shard_map, for a row that varies over "a"."""
     found = []
 
     def traced(x: jax.Array) -> jax.Array:
@@ -50,11 +50,11 @@ def inside(body: Callable[[jax.Array], Any], mesh: Mesh = MESH, **knobs: Any) ->
     return found
 
 
-# ---- no other file has such names ----------------------------------------------------------------
+# ---- private names -------------------------------------------------------------------------------
 
 
-def test_private_names_are_here_alone() -> None:
-    # The docstring of coordinator.py has the reason.
+def test_private_names_are_in_compat_only() -> None:
+    # The docstring of coordinator.py gives the reason.
     files = set(PACKAGE.rglob("*.py")) - {RUNTIME / "compat.py", RUNTIME / "coordinator.py"}
     assert len(files) > 10
     for file in files:
@@ -70,8 +70,8 @@ def test_private_names_are_here_alone() -> None:
             assert not private, (file.name, private)
 
 
-def test_all_of_it_is_used() -> None:
-    """What an older JAX needed must go with it."""
+def test_all_functions_are_used() -> None:
+    """Check that functions for an older JAX are removed with its support."""
     users = "".join(file.read_text() for file in PACKAGE.rglob("*.py"))
     tree = ast.parse((RUNTIME / "compat.py").read_text())
     names = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
@@ -130,7 +130,7 @@ def test_axes() -> None:
     assert compat.automatic_axes() == ()
 
 
-# ---- a lowering ----------------------------------------------------------------------------------
+# ---- lowerings -----------------------------------------------------------------------------------
 
 
 def test_where_a_lowering_happens() -> None:
@@ -155,7 +155,7 @@ def test_where_a_lowering_happens() -> None:
         return probe_p.bind(probe_p.bind(x))
 
     def program() -> Any:
-        # A function of its own each time: JAX keeps what it has lowered.
+        # A separate function each time, because JAX caches lowerings.
         mapped = jax.shard_map(
             lambda x: probed(x), mesh=MESH, in_specs=P("a", "b"), out_specs=P("a", "b"),
             check_vma=False,
@@ -188,7 +188,7 @@ ORDER = Order()
 
 
 def test_effects_in_order() -> None:
-    """Each call takes the token of the one before it, and loops carry it."""
+    """Check that each call takes the token of the one before it, also in loops."""
     call_p = Primitive("cgx_test_in_order")
     call_p.def_effectful_abstract_eval(lambda x: (x, {ORDER}))
 
@@ -211,7 +211,7 @@ def test_effects_in_order() -> None:
 
 
 def test_tokens_of_launches() -> None:
-    """One is passed on as it is, moved only to another device, and a failed one is forgotten."""
+    """Check that a token is passed on, moved to another device, or dropped after a failure."""
 
     class Failed:
         def block_until_ready(self) -> None:
@@ -243,7 +243,7 @@ def test_compilations_are_reported() -> None:
 
 
 def test_backends_started() -> None:
-    """Before they do: see ranks/run_jax_compat.py."""
+    """Check before any backend starts: see ranks/run_jax_compat.py."""
     jax.devices()
     assert compat.backends_started()
 
@@ -268,7 +268,7 @@ def test_launchers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_execution_stream() -> None:
-    """A program runs while one that was launched there before is at it, for a second or so."""
+    """Check that a program waits for an earlier one of about a second on the same stream."""
     x = np.ones(4096, np.float32)
     long = jax.jit(lambda x: lax.fori_loop(0, 50_000, lambda _, y: jnp.sin(y * 2 + 1), x * 2))
     short = jax.jit(lambda x: (x * 2).sum())
@@ -282,15 +282,15 @@ def test_execution_stream() -> None:
 
 @pytest.mark.timeout(120)
 def test_processes() -> None:
-    """connect, gather_from_processes, leave_distributed."""
+    """Test connect, gather_from_processes and leave_distributed."""
     address = "{}:{}".format(*free_address([""]))
     environment = {"CGX_TIMEOUT": "60"}
     for output in processes(3, "run_jax_compat.py", address, env=environment, timeout=100):
         assert "ok" in output.splitlines()
 
 
-def test_who_loses_the_service_ends() -> None:
-    """After the start as by JAX's own: with the signal of abort()."""
+def test_losing_the_coordinator_aborts() -> None:
+    """Check that losing the coordinator aborts the process, as with JAX's own start."""
     service = [sys.executable, "-P", RUNTIME / "coordinator.py", "127.0.0.1", "0", "1", "60"]
     with subprocess.Popen(service, stdout=subprocess.PIPE, text=True) as coordinator:
         assert coordinator.stdout is not None
@@ -309,6 +309,6 @@ time.sleep(60)
 
 
 def test_a_checked_program_runs() -> None:
-    """What the harness of all other tests relies on."""
+    """Check the helper on which all other tests rely."""
     rows = on_mesh(MESH, lambda x: lax.psum(x, ("a", "b")), check_vma=True)(np.ones((8, 3)))
     assert np.array_equal(rows, np.full((8, 3), 8))

@@ -1,7 +1,7 @@
-"""average_gradients with every compressor: which leaves keep residuals, and runs that move on.
+"""average_gradients with every compressor: residuals, and resuming on other device counts.
 
 1. which leaves have error feedback, and its values
-2. consolidated state: a run of two devices goes on with four, and with one
+2. consolidated state: a run of two devices continues on four, and on one
 """
 
 import functools
@@ -28,7 +28,7 @@ use_cpu_devices(8)
 pytestmark = pytest.mark.timeout(120)
 
 NUMEL = 1200
-U = 2.0**-24  # what a float32 operation rounds, of its result
+U = 2.0**-24  # relative rounding error of a float32 operation
 TOPK: dict[str, Any] = {"compressor": "topk", "density": 0.05}
 
 
@@ -50,8 +50,8 @@ PARAMS = {
 }
 
 
-def test_by_default_where_it_is_needed() -> None:
-    """Where the encoding is biased; exact leaves and others keep nothing."""
+def test_feedback_by_default() -> None:
+    """Check that biased encodings have feedback, and exact and unbiased leaves have no residual."""
     mesh = mesh_with(2)
     ours = average_gradients("d", bits=2, config=SRA, rules=RULES, mesh=mesh)
     optimizer = optax.chain(ours, optax.scale(0.5))
@@ -80,13 +80,13 @@ def test_by_default_where_it_is_needed() -> None:
             )[0]
             assert same_bits(updates[name], mean * np.float32(0.5)), name
             if name in kept:
-                # A copy: what numpy has seen is not donated any more (jax 0.11).
+                # Copy, because JAX 0.11 does not donate arrays that numpy has accessed.
                 assert same_bits(jnp.copy(state[0].residual[name]), residuals[name]), name
             else:
                 assert state[0].residual[name] is None
 
 
-def test_on_request() -> None:
+def test_feedback_on_request() -> None:
     mesh = mesh_with(2)
 
     def kept(**knobs: Any) -> set[str]:
@@ -118,10 +118,10 @@ def rows_of(step: int, devices: int) -> Any:
 def run(
     optimizer: optax.GradientTransformation, state: Any, devices: int, steps: range
 ) -> tuple[Any, dict[str, Values], float]:
-    """Return the state, by leaf what of the gradients' means is missing, and what rounding misses.
+    """Return the state, each leaf's pending correction, and the bound of its rounding.
 
     A step rounds each device's sum of gradient and residual, its new residual and the sum over
-    devices: 4 operations a device, of values of at most what all devices have.
+    devices: 4 operations per device, of values bounded by the sum over all devices.
     """
     step = program_of(optimizer, WEIGHTS, mesh_with(devices))
     missing, rounded = {name: np.zeros(leaf.size) for name, leaf in WEIGHTS.items()}, 0.0
@@ -134,12 +134,13 @@ def run(
             update = fetch(updates[name])
             missing[name] += values.mean(0, np.float64) - update
             held += np.abs(values).sum(0).max() + devices * np.abs(update).max()
-        rounded += 4 * U * held  # of means: a devices-th of 4 operations a device
+        # of means: 4 operations per device, divided by the number of devices
+        rounded += 4 * U * held
     return state, missing, rounded
 
 
 def owed(state: Any) -> dict[str, Values]:
-    """Return what is pending of each leaf's mean, in float64."""
+    """Return the pending correction of each leaf's mean, in float64."""
     residual = fetch(state[0].residual)
     return {name: leaf.mean(0, np.float64) for name, leaf in residual.items()}
 
@@ -150,13 +151,11 @@ def owed(state: Any) -> dict[str, Values]:
     [TOPK, {"compressor": "randk", "key": KEY}, {"bits": 2}],
     ids=["topk", "randk", "2 bits"],
 )
-def test_another_number_of_devices_goes_on(
-    knobs: dict[str, Any], devices: int, tmp_path: Path
-) -> None:
-    """Ten steps of two devices, a consolidated checkpoint, ten steps of more or fewer.
+def test_resume_on_other_device_count(knobs: dict[str, Any], devices: int, tmp_path: Path) -> None:
+    """Run ten steps on two devices, save a consolidated checkpoint, run ten on more or fewer.
 
-    What is owed stays the same, but for the rounding of its mean; and over all steps the updates
-    are the gradients' means but for what is owed at the end.
+    The pending correction is preserved up to the rounding of its mean. Over all steps, the updates
+    equal the gradients' means minus the correction pending at the end.
     """
 
     def make(size: int) -> optax.GradientTransformation:
@@ -171,7 +170,7 @@ def test_another_number_of_devices_goes_on(
     assert np.abs(before["w"]).max() > 0.1
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "state", consolidate(state, devices=1))
-    # What is saved has one row, however many devices there were.
+    # The saved state has one row for any number of devices.
     like = jax.eval_shape(lambda: consolidate(new.init(WEIGHTS), devices=1))
     like = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(
@@ -197,10 +196,11 @@ def test_another_number_of_devices_goes_on(
     for name, last in owed(state).items():
         unpaid = missing[name] + more[name] - last
         assert np.abs(unpaid).max() <= rounded + rounded_more
-        assert devices > 1 or not last.any()  # alone nothing is lost, and all is paid
+        # on one device there is no error, and the whole correction is applied
+        assert devices > 1 or not last.any()
 
 
-def test_the_same_number_of_devices() -> None:
+def test_resume_on_same_device_count() -> None:
     state = (AverageGradientsState(jnp.int32(3), {"a": jnp.arange(6.0).reshape(2, 3), "b": None}),)
     mean = consolidate(state)
     assert mean[0].step == 3
@@ -217,13 +217,13 @@ def test_the_same_number_of_devices() -> None:
         (AverageGradientsState(jnp.int32(0), None), 0, "devices is 0; it must be at least 1"),
     ],
 )
-def test_what_cannot_be_consolidated(state: Any, devices: int | None, said: str) -> None:
+def test_invalid_consolidation(state: Any, devices: int | None, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         consolidate(state, devices)
 
 
 def test_decay() -> None:
-    """A decay of 0.5 is half of what was lost."""
+    """Check that a decay of 0.5 halves the residual."""
     mesh, params = mesh_with(2), {"a": normal(1, NUMEL)}
     rows = {"a": normal(2, 2 * NUMEL).reshape(2, NUMEL)}
 

@@ -1,4 +1,4 @@
-"""Compressors that cannot be: what is refused, as the call is traced, and with which words."""
+"""Errors about compressors, raised while a call is traced, and their texts."""
 
 import functools
 import re
@@ -36,7 +36,7 @@ MESH = mesh_of((8,), ("d",))
 
 
 def trace(body: Callable[..., Any], *operands: Any, check_vma: bool = False) -> None:
-    """Trace a program; nothing is compiled and nothing runs."""
+    """Trace a program without compiling or running it."""
     operands = operands or (np.ones((8, 8, 100), np.float32),)
     jax.eval_shape(on_mesh(MESH, body, check_vma).eager, *operands)
 
@@ -51,7 +51,7 @@ CALLS: dict[str, Callable[..., Any]] = {
     "average_gradients": lambda v, **given: average_gradients("d", **given).init(v),
     "compress_grads": lambda v, **given: compress_grads(v, "d", **given),
 }
-# The others refuse the shard_map of trace().
+# The other calls raise for the shard_map of trace().
 TRACED = [name for name in CALLS if name not in ("allreduce_q", "compress_grads")]
 WITH_RULES = [name for name in CALLS if name not in ("psum_scatter_q", "all_gather_q")]
 
@@ -97,7 +97,7 @@ def test_traced_arguments() -> None:
 
 @pytest.mark.parametrize("name", CALLS)
 def test_configs(name: str) -> None:
-    """Wrong configs, and wrong keywords beside a config."""
+    """Test invalid configs, and invalid keywords beside a config."""
 
     def refused(error: type[Exception], said: str, **given: Any) -> None:
         with pytest.raises(error, match=said):
@@ -130,7 +130,7 @@ def test_configs(name: str) -> None:
     ids=str,
 )
 def test_rules(rule: Any, said: str) -> None:
-    """Of leaves that there are: another rule may set what one needs."""
+    """Check rules of existing leaves; another rule may set the missing option."""
     for name in WITH_RULES:
         if name in TRACED:
             with pytest.raises(ValueError, match=f"{name}: .*{said}"):
@@ -141,7 +141,7 @@ def test_rules(rule: Any, said: str) -> None:
     trace(lambda v: psum_q({"w": v}, "d", rules=rules))
 
 
-def test_what_cannot_be_cut() -> None:
+def test_indivisible_messages() -> None:
     algorithm: Any
     for algorithm in ("sra", "ring", "hierarchical"):
         with pytest.raises(ValueError, match=rf"'threshold' cannot be split.*'{algorithm}'"):
@@ -179,7 +179,7 @@ def test_feedback_that_does_not_converge(case: str, said: str) -> None:
     with pytest.raises(ValueError, match=f"error feedback.*'{case}': {said}"):
         Config(error_feedback=True, **CASES[case])
     average_gradients("d", key=KEY, config=Config(**CASES[case]))
-    # Not of leaves that keep nothing.
+    # Leaves without residuals do not raise.
     trace(lambda v: psum_q([v], "d", key=KEY, residual=[None], config=Config(**CASES[case])))
 
 
@@ -190,7 +190,7 @@ def test_residuals_of_exact_calls() -> None:
     x = np.ones(100, np.float32)
     with pytest.raises(ValueError, match="allreduce_q: a residual with bits=32"):
         CALLS["allreduce_q"](x, residual=x, bits=32)
-    # A leaf that loses something is enough.
+    # One leaf with an error is enough.
     trace(
         lambda v: psum_q(
             [v, v], "d", key=KEY, residual=[v, v], rules=Rules([("0", 32)], exact_vectors=False)
@@ -206,11 +206,12 @@ def test_feedback_of_exact_transformations(make: Callable[..., Any]) -> None:
         make("d", config=feedback, rules=Rules([("kernel", 32)]), **on).init(tree)
     make("d", config=feedback, **on).init(tree)
     make("d", bits=32, **on).init(tree)
-    make("d", rules=Rules([("kernel", 32)]), **on).init(tree)  # nothing was asked for
+    # feedback was not requested explicitly
+    make("d", rules=Rules([("kernel", 32)]), **on).init(tree)
 
 
-def test_keys_that_differ_where_places_are_drawn() -> None:
-    """Seen by the types, where they are checked; by the core, where they are not."""
+def test_different_keys_for_random_indices() -> None:
+    """Check that types detect the difference if they are checked, otherwise the core."""
     keys, x = jax.random.split(KEY, 8), normal(1, 8, 8, 100)
 
     def call(v: jax.Array, key: jax.Array, reduce: Any = psum_q, **knobs: Any) -> Any:
@@ -233,12 +234,12 @@ def test_keys_that_differ_where_places_are_drawn() -> None:
 
 
 @pytest.mark.parametrize("what", DISAGREE)
-def test_ranks_that_differ(what: str) -> None:
-    """One error on every rank, which names both sides; the communicator is whole."""
+def test_mismatched_ranks(what: str) -> None:
+    """Check that every rank gets an error with both values, and the communicator remains usable."""
     ours, theirs, said = DISAGREE[what]
     ours, theirs = ({k: v for k, v in c.items() if k != "rounding"} for c in (ours, theirs))
     keys = [KEY] * 3
-    if what == "rounding":  # of which the key tells
+    if what == "rounding":  # the key shows the rounding
         ours, theirs, said = {}, {}, "rounding nearest against stochastic"
         keys = [None, None, KEY]
 
@@ -253,7 +254,7 @@ def test_ranks_that_differ(what: str) -> None:
 
 
 def test_gpus() -> None:
-    """The table says which compressors have no kernels there, and why."""
+    """Check that the error for GPUs comes from the table of compressors, with the reason."""
     program = on_mesh(
         MESH, lambda v: psum_q(v, "d", compressor="threshold", config=Config(algorithm="one_shot"))
     )

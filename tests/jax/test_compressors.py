@@ -1,10 +1,10 @@
-"""Every compressor in every call of JAX, to the bit of the numpy collectives.
+"""Every compressor in every call of JAX, bit for bit as the numpy collectives.
 
-1. values: verbs, carriers, dtypes, trees whose leaves have compressors of their own
-2. nothing is given up
+1. values: verbs, carriers, dtypes, trees with a different compressor for each leaf
+2. conservation: inputs plus old residuals equal results plus new residuals
 3. transformations, donation, export
 
-jax/test_votes.py has those of votes.
+jax/test_votes.py tests votes.
 """
 
 import functools
@@ -67,18 +67,18 @@ one_process = pytest.mark.skipif(PROCESSES > 1, reason="is about one process")
 both_carriers = pytest.mark.parametrize("carrier", ["native", "xla"])
 
 BF16 = ml_dtypes.bfloat16
-U = {np.float32: 2.0**-24, BF16: 2.0**-9}  # what an operation rounds, of its result
+U = {np.float32: 2.0**-24, BF16: 2.0**-9}  # relative rounding error of an operation
 pytestmark = [
     pytest.mark.timeout(240),
     pytest.mark.mpirun,
     pytest.mark.skipif(not has_part_in(MESH), reason="other processes' devices"),
 ]
-# Else the devices of a process are one of numpy's ranks, which divides by their number.
+# Otherwise the devices of a process form one of numpy's ranks, which divides by their number.
 EACH_IS_A_RANK = len(set(processes_of(AT))) in (1, N)
 
 
 def of_all(names: list[str], call: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a program of one call for each case: a compilation takes longer than the calls."""
+    """Return a program with one call per case, because compiling takes longer than the calls."""
     return lambda *operands: {name: call(*operands, config=Config(**CASES[name])) for name in names}
 
 
@@ -127,7 +127,7 @@ def test_without_a_key() -> None:
 
 @one_process
 def test_scatter_and_gather() -> None:
-    """Numpy's results are those of ranks one after the other, as blocks and as a whole."""
+    """Compare with numpy's results in rank order, as blocks and as a whole."""
     blocks = normal(82, N, N, 700)
     names = [name for name in CUT if "gather_bits" not in CASES[name]]
     got = run(of_all(names, lambda v, **k: psum_scatter_q(v, "d", key=KEY, **k)), blocks)
@@ -143,7 +143,7 @@ def test_scatter_and_gather() -> None:
 
 @pytest.mark.parametrize("name", ["topk", "randk"])
 def test_scatter_and_gather_all_values(name: Any) -> None:
-    """With a density of 1 all places travel, each to its own."""
+    """With density 1, check that all values are sent, with their indices."""
     blocks = normal(87, N, N, 700)
     knobs: dict[str, Any] = {"config": Config(compressor=name, density=1.0), "key": KEY}
     got = run(lambda v: psum_scatter_q(v, "d", **knobs), blocks)
@@ -154,8 +154,8 @@ def test_scatter_and_gather_all_values(name: Any) -> None:
 
 @both_carriers
 @pytest.mark.parametrize("fuse", [True, False])
-def test_leaves_with_compressors_of_their_own(fuse: bool, carrier: Any) -> None:
-    """Each field is of the first rule that sets it; some leaves have no residual."""
+def test_different_compressors_per_leaf(fuse: bool, carrier: Any) -> None:
+    """Check that each field comes from the first rule that sets it, with few residuals."""
     x = {name: normal(83 + i, N, 900) for i, name in enumerate(("bias", "conv", "dense", "other"))}
     rules = Rules(
         [
@@ -192,7 +192,7 @@ def test_leaves_with_compressors_of_their_own(fuse: bool, carrier: Any) -> None:
         assert residuals is None or all(map(same_bits, new[name], residuals)), name
 
 
-def test_a_rule_compresses_what_the_call_sends_exact() -> None:
+def test_rule_overrides_exact_call() -> None:
     rules = Rules([("a", {"compressor": "topk", "density": 0.05}), ("b", 2)], exact_vectors=False)
     x = {"a": X, "b": OLD, "c": X + OLD}
     sums = run(lambda v: psum_q(v, "d", bits=32, config=SRA, rules=rules), x)
@@ -203,8 +203,8 @@ def test_a_rule_compresses_what_the_call_sends_exact() -> None:
         assert all(map(same_bits, sums[name], want)), name
 
 
-def test_a_leaf_that_cannot_be_cut_goes_apart() -> None:
-    """One that goes whole to every rank does not take the others along."""
+def test_indivisible_leaf_is_a_separate_message() -> None:
+    """Check that a leaf sent whole to every rank does not affect the others' message."""
     x = {"a": X, "b": OLD, "c": X + OLD}
     rules = Rules([("b", CASES["threshold"])], exact_vectors=False)
     program = on_mesh(
@@ -221,7 +221,7 @@ def test_a_leaf_that_cannot_be_cut_goes_apart() -> None:
 
 @one_process
 def test_gradients() -> None:
-    """What is built on psum_q takes its knobs."""
+    """Check that the functions built on psum_q accept its options."""
     weights = normal(84, 3000)
 
     def loss(w: jax.Array, row: jax.Array) -> jax.Array:
@@ -242,7 +242,7 @@ def test_gradients() -> None:
 
 @one_process
 def test_allreduce_q() -> None:
-    """Ranks are threads, whose communicators' names tell their noise apart, but not places."""
+    """Use threads as ranks: communicator names separate their noise, but not the indices."""
 
     def body(rank: int, comm: Any) -> Any:
         def call(v: jax.Array, old: jax.Array, config: Config) -> Any:
@@ -278,7 +278,7 @@ WAYS = [
     ("xla", "one_shot"),
     ("xla", "sra"),
 ]
-# Every day each way on three ranks, whose shards are uneven, and on another number of ranks.
+# Daily runs test each algorithm on three ranks, whose shards are uneven, and on one other number.
 ON_RANKS = [
     pytest.param(
         ranks, *way, marks=[] if ranks in (3, (1, 2, 4)[i % 3]) else pytest.mark.exhaustive
@@ -289,12 +289,12 @@ ON_RANKS = [
 
 
 @pytest.mark.parametrize(("ranks", "carrier", "algorithm"), ON_RANKS)
-def test_nothing_is_given_up(ranks: int, carrier: Any, algorithm: Any) -> None:
-    """Inputs and old residuals are the result and new ones: 50 steps in a scan, donated.
+def test_conservation(ranks: int, carrier: Any, algorithm: Any) -> None:
+    """Check over 50 donated steps in a scan that inputs plus old residuals are conserved.
 
-    But for roundings: a step rounds each device's sum of both, its
-    residual and the sum over devices, 4 operations a device, of values of at most what all devices
-    have. A rotation adds two butterflies of 5 stages, there and back: 10 more.
+    Roundings: a step rounds each device's sum of both, its residual and the sum over devices. These
+    are 4 operations per device, of values bounded by the sum over all devices. A rotation adds two
+    butterflies of 5 stages, there and back: 10 more.
     """
     steps, numel = 50, 1500
     if PROCESSES > 1 and (ranks == 3 or (carrier == "xla" and ranks > PROCESSES)):
@@ -341,7 +341,7 @@ def call(v: jax.Array, name: str, **knobs: Any) -> jax.Array:
 
 @both_carriers
 def test_gradients_are_exact(carrier: Any) -> None:
-    """Those of the exact sum, whatever the compressor."""
+    """Compare with the gradient of the exact sum, for every compressor."""
 
     def gradients(reduce: Any) -> Any:
         return lambda v, w: jax.grad(lambda u: (reduce(u) * w).sum())(v)
@@ -360,7 +360,7 @@ def test_gradients_are_exact(carrier: Any) -> None:
 
 @transformed
 def test_vmap_and_scan(name: str) -> None:
-    """Each example, and each step, is as if alone."""
+    """Check that each example, and each step, is computed as if alone."""
     x = normal(85, N, 3, 800)
     keys = jax.random.split(KEY, 3)
 
@@ -376,7 +376,7 @@ def test_vmap_and_scan(name: str) -> None:
         assert all(map(same_bits, scanned[:, i], want))
 
 
-def test_examples_under_one_key_have_places_of_their_own() -> None:
+def test_examples_under_one_key_have_different_indices() -> None:
     x = np.ones((N, 3, 2000), np.float32)
     sums = run(lambda rows: jax.vmap(lambda v: call(v, "randk"))(rows), x)
     places = [set(np.flatnonzero(row).tolist()) for row in sums[0]]

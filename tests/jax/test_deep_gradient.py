@@ -1,7 +1,7 @@
 """deep_gradient: Deep Gradient Compression as an optax transformation.
 
-1. steps: those of the reference, in all its forms; what is not finite; one program
-2. states: checkpoints, another number of devices; the same losses as in torch
+1. steps: compared with the reference for all options; NaN; one program
+2. states: checkpoints, other device counts; the same losses as in torch
 3. bad input
 """
 
@@ -45,7 +45,8 @@ SPARSE = {"a", "conv"}
 WEIGHTS = {name: normal(0, *shape) for name, shape in SHAPES.items()}
 ROWS = {name: normal(1, 50, 4, *shape) for name, shape in SHAPES.items()}
 RATE = 0.1
-ROUNDED = {"float32": 0.0, "bfloat16": 2.0**-9, "float16": 2.0**-11}  # what a result rounds besides
+# additional rounding error of a result
+ROUNDED = {"float32": 0.0, "bfloat16": 2.0**-9, "float16": 2.0**-11}
 
 slow = pytest.mark.slow
 MESH = mesh_with(4)
@@ -70,12 +71,12 @@ def follow(
 ) -> None:
     """Compare averages, u, v and weights of every step with the reference.
 
-    XLA may fuse a product and a sum, which then round once where the reference rounds twice; all
-    else is the same. So a step adds to u an error of at most 2^-24 max|u|, of which m stays in the
-    next: at most 1 / (1 - m) times that. v takes up that, and a rounding of its own, in each of t
-    steps, and with Nesterov's momentum once more; an average is of v's, rounded to its dtype; a
-    weight sums up averages times the rate. With clip a norm is off by at most n / 2 + 2 roundings
-    of n terms, and so each gradient by as many.
+    XLA may fuse a product and a sum, which then round once where the reference rounds twice;
+    everything else is the same. So a step adds to u an error of at most 2^-24 max|u|, of which m
+    remains in the next: at most 1 / (1 - m) times that. v adds this error and one rounding in each
+    of t steps, and once more with Nesterov's momentum. An average consists of v's, rounded to its
+    dtype; a weight sums up averages times the rate. With clip, a norm is off by at most n / 2 + 2
+    roundings of n terms, and therefore each gradient by as many.
     """
     density, warmup = options.pop("density", 0.05), options.pop("warmup_steps", 0)
     momentum = options.setdefault("momentum", 0.9)
@@ -108,7 +109,7 @@ def follow(
             if name in SPARSE:
                 v = kept.residual[name].reshape(devices, -1)
                 assert np.abs(v - layer.v).max() <= off[name], (i, name)
-                assert ((v == 0) == (layer.v == 0)).all(), (i, name)  # the same were sent
+                assert ((v == 0) == (layer.v == 0)).all(), (i, name)  # the same values were sent
             if momentum:
                 u = kept.momentum[name].reshape(-1, flat.shape[1])
                 assert np.abs(u - layer.u).max() <= off[name], (i, name)
@@ -119,7 +120,7 @@ def follow(
     assert int(state.step) == steps
 
 
-def test_the_method() -> None:
+def test_default_method() -> None:
     follow(50)
 
 
@@ -138,14 +139,15 @@ FORMS: list[dict[str, Any]] = [
 
 @slow
 @pytest.mark.parametrize("form", FORMS, ids=str)
-def test_all_its_forms(form: dict[str, Any]) -> None:
+def test_all_options(form: dict[str, Any]) -> None:
     follow(**{"steps": 50, **form})
 
 
-def given_up(optimizer: Any, steps: int, devices: int = 4) -> None:
-    """Check that without momentum gradients and what was kept are sent or kept.
+def check_conservation(optimizer: Any, steps: int, devices: int = 4) -> None:
+    """Check that without momentum, gradients and old residuals are either sent or kept.
 
-    Of each device c = v + g is rounded once, and c less what was sent once; sums and a quotient.
+    Each device rounds c = v + g once, and c minus the sent values once; then come sums and a
+    quotient.
     """
     step, state = program_of(optimizer, WEIGHTS, MESH), placed(optimizer, WEIGHTS, MESH)
     for i in range(steps):
@@ -173,12 +175,12 @@ def given_up(optimizer: Any, steps: int, devices: int = 4) -> None:
     ],
     ids=str,
 )
-def test_nothing_is_given_up(knobs: dict[str, Any]) -> None:
-    given_up(deep_gradient("d", density=0.05, momentum=0, mesh=MESH, **knobs), 3)
+def test_conservation(knobs: dict[str, Any]) -> None:
+    check_conservation(deep_gradient("d", density=0.05, momentum=0, mesh=MESH, **knobs), 3)
 
 
-def test_zeros_and_what_is_not_finite() -> None:
-    """One device's NaN is in the average, once, and leaves no trace."""
+def test_zeros_and_nan() -> None:
+    """Check that one device's NaN appears once in the average, and not in the state."""
     optimizer = deep_gradient("d", density=0.05, clip=9.0, mesh=MESH)
     step, state = program_of(optimizer, WEIGHTS, MESH), placed(optimizer, WEIGHTS, MESH)
     zeros = jax.tree.map(np.zeros_like, at(0))
@@ -195,7 +197,7 @@ def test_zeros_and_what_is_not_finite() -> None:
 
 
 def test_one_program_serves_the_warm_up() -> None:
-    """It has a branch for each density, and two messages in each step."""
+    """Check that one program has a branch per density, with two messages in each step."""
     optimizer = deep_gradient("d", density=0.01, warmup_steps=8, mesh=MESH)
     step, state = program_of(optimizer, WEIGHTS, MESH), placed(optimizer, WEIGHTS, MESH)
     text = step.lower(WEIGHTS, state, at(0)).as_text()
@@ -205,8 +207,8 @@ def test_one_program_serves_the_warm_up() -> None:
     assert step._cache_size() == 1
 
 
-def test_what_is_sparse_is_one_message_of_any_tree() -> None:
-    """And what is exact one for each 4 MiB or so."""
+def test_sparse_leaves_share_a_message() -> None:
+    """Check that the exact leaves share a message per 4 MiB or so."""
     weights = {str(i): jax.ShapeDtypeStruct((1024, 1024), jnp.float32) for i in range(6)}
     rows = {name: jax.ShapeDtypeStruct((4, 1024, 1024), jnp.float32) for name in weights}
     optimizer = deep_gradient("d", density=0.001, rules=Rules([("[01]", 32)]), mesh=MESH)
@@ -216,8 +218,8 @@ def test_what_is_sparse_is_one_message_of_any_tree() -> None:
 
 
 @slow
-def test_devices_of_a_host_have_their_gradients_added_up() -> None:
-    """As on one device a host, of their means; clipped before."""
+def test_devices_of_a_host_sum_gradients() -> None:
+    """Compare with one device per host that has the means, clipped before."""
     mesh = mesh_of((2, 2), ("hosts", "d"), jax.devices()[:4])
     optimizer = deep_gradient("hosts", density=0.05, dense_axis="d", clip=9.0, mesh=mesh)
     specs = state_specs(optimizer, WEIGHTS, "hosts")
@@ -246,7 +248,7 @@ def test_devices_of_a_host_have_their_gradients_added_up() -> None:
 
 @slow
 def test_parameters_split_over_another_axis() -> None:
-    """Each part is a leaf of its own; a vector's parts are averaged exactly."""
+    """Check that each part is a separate leaf, and a vector's parts are averaged exactly."""
     mesh = mesh_of((4, 2), ("d", "m"))
     optimizer = deep_gradient("d", density=0.05, mesh=mesh)
     params, split = {"a": WEIGHTS["a"], "bias": WEIGHTS["bias"]}, {"a": P("m"), "bias": P("m")}
@@ -284,7 +286,7 @@ def test_processes_with_two_devices_each() -> None:
 
 
 def test_checkpoint(tmp_path: Path) -> None:
-    """By orbax, in a chain, in the midst of the warm-up: it goes on to the same bits."""
+    """Save by orbax during the warm-up, in a chain; resume bit for bit."""
     optimizer = optax.chain(
         deep_gradient("d", density=0.01, warmup_steps=6, nesterov=True, clip=9.0, mesh=MESH),
         optax.sgd(0.1),
@@ -296,8 +298,8 @@ def test_checkpoint(tmp_path: Path) -> None:
     assert isinstance(again[0], DeepGradientState)
 
 
-def test_another_number_of_devices() -> None:
-    """What is pending, the mean of residuals, is what was pending; so is the mean momentum."""
+def test_resume_on_other_device_count() -> None:
+    """Check that the pending correction (mean residual) and the mean momentum are kept."""
     optimizer = deep_gradient("d", density=0.05, mesh=MESH)
     step, state = program_of(optimizer, WEIGHTS, MESH), placed(optimizer, WEIGHTS, MESH)
     for i in range(3):
@@ -316,7 +318,7 @@ def test_another_number_of_devices() -> None:
 
 
 def test_parameters_with_none() -> None:
-    """As equinox.partition leaves them: None is no leaf, and changes no other's average."""
+    """Use None for frozen parameters, as equinox.partition does; other averages are unaffected."""
     optimizer = deep_gradient("d", density=0.05, mesh=MESH)
     check_none_is_no_leaf(optimizer, WEIGHTS, at(0), MESH)
 
@@ -345,7 +347,7 @@ def test_bad_arguments(knobs: Any, words: str) -> None:
         deep_gradient("d", **knobs)
 
 
-def test_numbers_of_numpys() -> None:
+def test_numpy_numbers() -> None:
     numbers: Any = {
         "density": np.float32(0.25), "momentum": np.float64(0.5), "clip": np.int64(2),
         "warmup_steps": np.int64(4),

@@ -1,8 +1,7 @@
-"""diloco: against a transcription, and what it must come to; all kinds of parameters; bad input.
+"""diloco: against a numpy version, special settings, all kinds of parameters, bad input.
 
-States, checkpoints and processes: jax/test_diloco_states.py.
-
-Inner steps add what jax_diloco_cases.moves() says, whatever the parameters are.
+jax/test_diloco_states.py tests states, checkpoints and processes. Inner steps add
+jax_diloco_cases.moves(), independent of the parameters.
 """
 
 from typing import Any
@@ -46,8 +45,8 @@ MEMBERS = {
     2: [["blocks/0/kernel", "blocks/0/bias", "head/kernel"], ["blocks/1/kernel"]],
     3: [["blocks/0/kernel", "blocks/0/bias"], ["blocks/1/kernel"], ["head/kernel"]],
 }
-# Products by halves do not round, so that XLA, which contracts them with sums, has numpy's bits. So
-# codes are numpy's, which jump where values round.
+# Multiplication by 1/2 is exact, so XLA has numpy's bits although it fuses products and sums. The
+# encoded values are then numpy's, too, although they jump where values round.
 HALVES: dict[str, Any] = {**SPARSE, "residual_decay": 0.5, "outer_optimizer": optax.sgd(0.5)}
 
 
@@ -56,12 +55,12 @@ def exact(mesh: Any, **options: Any) -> Any:
     return diloco("d", mesh=mesh, **options)
 
 
-# ---- 1. what it comes to -------------------------------------------------------------------------
+# ---- 1. special cases ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("n", [4, pytest.param(1, marks=slow), pytest.param(3, marks=slow)])
 def test_parameter_averaging(n: int) -> None:
-    """H = 1, an outer SGD of rate 1 without momentum, exact: the mean of the parameters."""
+    """With H = 1 and an exact outer SGD of rate 1 without momentum, expect the parameters' mean."""
     mesh = mesh_with(n)
     loop = exact(mesh, sync_every=1)
     params, state = started(loop)
@@ -73,14 +72,14 @@ def test_parameter_averaging(n: int) -> None:
             own, got = leaf_of(before, name), leaf_of(fetch(params), name)
             assert all(same_bits(row, got[0]) for row in got), name
             assert same_bits(got[0], leaf_of(fetch(state.outer_parameters), name))
-            # The differences to outer parameters round, their n - 1 sums, the quotient, the last
-            # difference: each by 2^-24 of at most the largest sum of magnitudes that there is.
+            # Roundings: the differences to the outer parameters, their n - 1 sums, the quotient and
+            # the last difference, each by 2^-24 of the largest sum of magnitudes.
             bound = (n + 3) * 2.0**-24 * 2 * np.abs(own).max()
             assert np.abs(got[0] - own.mean(0, np.float64)).max() <= bound, (name, step)
 
 
-def test_as_data_parallel_training() -> None:
-    """H = 1 with plain SGD inside: what averaged gradients come to."""
+def test_equals_data_parallel_training() -> None:
+    """With H = 1 and plain SGD inside, expect the result of averaged gradients."""
     n, mesh, x, y = 4, mesh_with(4), normal(1, 8, 4, 5, 20), normal(2, 8, 4, 5, 3)
 
     def loss(w: Any, x: jax.Array, y: jax.Array) -> jax.Array:
@@ -101,8 +100,8 @@ def test_as_data_parallel_training() -> None:
         both = [jax.grad(loss)(want, x[i, r], y[i, r]) for r in range(n)]
         want = jax.tree.map(lambda p, *g: p - 0.3 * sum(g) / n, want, *both)
     for name in w:
-        # Rounding differs in each of the steps, which are contractions here: 8 of them by a few
-        # 2^-24 of parameters below 2.
+        # Each of the 8 steps, which are contractions, rounds differently by a few 2^-24 of
+        # parameters below 2.
         assert np.abs(fetch(params)[name][0] - want[name]).max() <= 8 * 8 * 2.0**-24 * 2
 
 
@@ -158,7 +157,7 @@ def test_transcription(options: dict[str, Any], n: int) -> None:
 
 @pytest.mark.parametrize("options", [STREAMING, pytest.param(SPARSE, marks=slow)])
 def test_in_jit_and_inside_shard_map(options: dict[str, Any]) -> None:
-    """By a switch on the count of steps: the same, but for how XLA contracts products and sums."""
+    """Branch on the step count in one program: the results are the same up to XLA's fusion."""
     mesh = mesh_with(4)
     loop = diloco("d", mesh=mesh, **loop_options(options))
     specs = loop.copy_specs(weights()), loop.state_specs(weights())
@@ -175,7 +174,7 @@ def test_in_jit_and_inside_shard_map(options: dict[str, Any]) -> None:
 
 
 def test_rules_of_senders() -> None:
-    """Leaves that a rule, which may be an integer of numpy's, has exact are averaged over all."""
+    """Check that a rule (with a numpy integer) makes leaves exact, averaged over all ranks."""
     mesh, w = mesh_with(4), {"a": np.zeros(40, np.float32), "b": np.zeros(40, np.float32)}
     rules = Rules([("a", 32), ("b", {"density": 0.5})], exact_vectors=False)
     loop = diloco("d", mesh=mesh, **loop_options(SPARSE, sync_every=1, rules=rules))
@@ -206,10 +205,10 @@ def test_in_a_scan_with_init_inside() -> None:
         assert np.abs(fetch(leaf_of(got, name)) - fetch(leaf_of(want, name))).max() <= 1e-5
 
 
-def test_as_torch() -> None:
-    """The same deltas give the averages and residuals of torch's operators, to the bit.
+def test_equals_torch() -> None:
+    """Compare averages and residuals of equal deltas with torch's operators, bit for bit.
 
-    And the same outer parameters, by an SGD of rate 1; by others they round differently.
+    The outer parameters are equal for an SGD of rate 1; other optimizers round differently.
     """
     n, mesh, decay = 4, mesh_with(4), 0.75
     loop = diloco(
@@ -256,7 +255,7 @@ def test_half_precision_has_outer_parameters_in_float32(dtype: Any) -> None:
         assert (anchor != got[0].astype(np.float32)).any(), "the outer parameters were rounded"
 
 
-def test_leaves_left_alone_twice_in_the_tree_empty_and_none() -> None:
+def test_unusual_leaves() -> None:
     mesh = mesh_with(4)
     shared = normal(1, 40)
     tree = {
@@ -283,7 +282,7 @@ def test_leaves_left_alone_twice_in_the_tree_empty_and_none() -> None:
         assert int(state.step) == 1
 
 
-def test_what_is_not_finite_is_seen_by_all() -> None:
+def test_nan_appears_on_all_devices() -> None:
     mesh = mesh_with(4)
     loop = diloco("d", mesh=mesh, **loop_options(PLAIN))
     params, state = trained(loop, mesh, started(loop), range(1))
@@ -297,7 +296,7 @@ def test_what_is_not_finite_is_seen_by_all() -> None:
 
 
 def test_parameters_split_over_another_axis() -> None:
-    """As whole ones: what travels exact does not depend on where it is."""
+    """Compare with parameters that are not split: exact messages do not depend on the layout."""
     mesh = mesh_of((4, 2), ("d", "model"))
     specs = cases.tree_of({n: P("model") if n != "blocks/1/kernel" else P() for n in SHAPES})
     options: Any = {"bits": 32, "sync_every": 4, "fragments": 2, "fragment_sync_delay": 1}

@@ -1,6 +1,6 @@
-"""diloco's states: checkpoints, other numbers of devices, what is left out; two processes.
+"""diloco's states: checkpoints, other device counts, missing entries; two processes.
 
-Inner steps add what jax_diloco_cases.moves() says, whatever the parameters are.
+Inner steps add jax_diloco_cases.moves(), independent of the parameters.
 """
 
 from pathlib import Path
@@ -41,7 +41,7 @@ slow = pytest.mark.slow
 
 @pytest.mark.parametrize("stop", [5, pytest.param(4, marks=slow)])
 def test_checkpoint(stop: int, tmp_path: Path) -> None:
-    """By orbax, with a fragment in flight (5) and without: it goes on to the same bits."""
+    """Save by orbax with a fragment in flight (5) and without, and resume bit for bit."""
     mesh, loop = mesh_with(4), diloco("d", mesh=mesh_with(4), **loop_options(STREAMING))
     params, state = trained(loop, mesh, started(loop), range(stop))
     assert int(state.flight.fragment) == (2 if stop == 5 else -1)
@@ -54,8 +54,8 @@ def test_checkpoint(stop: int, tmp_path: Path) -> None:
     assert got[1].residual["head"]["kernel"].sharding.spec == P("d")
 
 
-def test_another_number_of_devices() -> None:
-    """What is owed to the average stays the same, with a fragment in flight too."""
+def test_resume_on_other_device_count() -> None:
+    """Check that the pending correction is preserved, with a fragment in flight too."""
     mesh, loop = mesh_with(4), diloco("d", mesh=mesh_with(4), **loop_options(STREAMING))
     params, state = trained(loop, mesh, started(loop), range(5))
     few, after = consolidate_copies(params, devices=3), consolidate(state, devices=3)
@@ -76,8 +76,8 @@ def test_another_number_of_devices() -> None:
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
-def test_leaves_that_have_no_mean(axis_type: AxisType) -> None:
-    """Integers and keys become the first device's; Explicit is jax.make_mesh's default."""
+def test_leaves_without_a_mean(axis_type: AxisType) -> None:
+    """Integers and keys take the first device's value; Explicit is jax.make_mesh's default."""
     mesh = jax.make_mesh((4,), ("d",), (axis_type,), devices=jax.devices()[:4])
     loop = diloco("d", sync_every=2, mesh=mesh)
     weights = {"w": np.ones((8, 8), np.float32), "count": np.int32(3), "key": jax.random.key(1)}
@@ -107,7 +107,7 @@ def test_leaves_that_have_no_mean(axis_type: AxisType) -> None:
     ],
 )
 def test_states_of_other_loops(old: Any, new: Any, devices: int, words: str) -> None:
-    """Of another number of devices each took the residual of the first that it got."""
+    """Check states of other loops; other device counts must not silently drop residuals."""
     w = {"a": np.ones(40, np.float32), "b": np.ones(40, np.float32)}
     state = jax.device_get(diloco("d", mesh=mesh_with(4), **loop_options(PLAIN, **old)).init(w))
     loop = diloco("d", mesh=mesh_with(devices), **loop_options(PLAIN, **new))
@@ -116,7 +116,7 @@ def test_states_of_other_loops(old: Any, new: Any, devices: int, words: str) -> 
 
 
 @pytest.mark.parametrize("delay", [0, 1])
-def test_leaves_that_become_exact_send_what_they_owe(delay: int) -> None:
+def test_leaves_that_become_exact_send_their_residuals(delay: int) -> None:
     mesh, w, owed = mesh_with(4), {"w": np.zeros(40, np.float32)}, normal(1, 4, 40)
     options = {"sync_every": 2, "fragment_sync_delay": delay, "outer_optimizer": optax.sgd(1.0)}
     lossy, exact = (diloco("d", mesh=mesh, bits=bits, rules=None, **options) for bits in (4, 32))
@@ -131,7 +131,7 @@ def test_leaves_that_become_exact_send_what_they_owe(delay: int) -> None:
 
 
 def test_restart_and_skip() -> None:
-    """From the outer parameters; a skipped fragment is sent a round later."""
+    """Restart from the outer parameters; a skipped fragment is sent one round later."""
     mesh, loop = mesh_with(4), diloco("d", mesh=mesh_with(4), **loop_options(STREAMING))
     params, state = trained(loop, mesh, started(loop), range(5))
     params = cases.moved(params, cases.spread_moves(mesh, 5, 4))
@@ -143,7 +143,7 @@ def test_restart_and_skip() -> None:
     for name in SHAPES:
         rows = leaf_of(again, name)
         assert all(same_bits(row, leaf_of(before[1], name)) for row in rows)
-    # Nothing was in flight when step 6 would have applied it.
+    # No fragment was in flight when step 6 would have applied one.
     params, state = trained(loop, mesh, (params, skipped), range(6, 11))
     assert same_bits(
         leaf_of(state.outer_parameters, "head/kernel"), leaf_of(before[1], "head/kernel")
@@ -154,7 +154,7 @@ def test_restart_and_skip() -> None:
     ).any()
 
 
-def test_nothing_is_launched_where_nothing_is_due(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_launch_without_a_due_synchronization(monkeypatch: pytest.MonkeyPatch) -> None:
     loop = diloco("d", mesh=mesh_with(4), **loop_options(PLAIN, sync_every=3))
     params, state = started(loop)
     monkeypatch.setattr(loop, "_done", None)
@@ -162,7 +162,7 @@ def test_nothing_is_launched_where_nothing_is_due(monkeypatch: pytest.MonkeyPatc
         after, state = loop.outer(params, state)
         assert after is params
         assert int(state.step) == step
-    with pytest.raises(TypeError):  # it would have been called
+    with pytest.raises(TypeError):  # the launch would call this
         loop.outer(params, state)
 
 
@@ -175,7 +175,7 @@ ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CGX_TIMEOUT": "30"}
 
 @pytest.mark.slow
 def test_two_processes(tmp_path: Path) -> None:
-    """What runs beside it, settings that differ, a synchronisation that fails in both or in one."""
+    """Test overlap, mismatched settings, and failed synchronizations of both processes or one."""
     names = ["steps_overlap_with_sending", "other_settings", "failed_synchronization"]
     names += ["skip_on_one_process"]
     file = tmp_path / "run.npz"
@@ -185,7 +185,7 @@ def test_two_processes(tmp_path: Path) -> None:
 
 @slow
 def test_bits_of_two_processes(tmp_path: Path) -> None:
-    """To the bits of two devices of one process, by either carrier."""
+    """Compare with two devices of one process, bit for bit, for both carriers."""
     mesh, ends = mesh_with(2), {}
     for name, options in (("plain", PLAIN), ("streaming", STREAMING), ("sparse", SPARSE)):
         loop = diloco("d", mesh=mesh, **loop_options(options))
@@ -198,7 +198,7 @@ def test_bits_of_two_processes(tmp_path: Path) -> None:
 
 
 @slow
-def test_another_number_of_processes(tmp_path: Path) -> None:
+def test_resume_on_other_process_count(tmp_path: Path) -> None:
     for processes, name in ((2, "saves_checkpoint"), (3, "restores_checkpoint")):
         file = tmp_path / "run.npz"
         outputs = launch.mpirun(processes, PROGRAM, file, name, env=ENVIRONMENT, timeout=60)
@@ -206,7 +206,7 @@ def test_another_number_of_processes(tmp_path: Path) -> None:
 
 
 @slow
-def test_a_process_that_is_lost(tmp_path: Path) -> None:
+def test_lost_process(tmp_path: Path) -> None:
     ulfm = ("--with-ft", "ulfm")
     survivor, _ = launch.mpirun(
         2, PROGRAM, tmp_path / "none", "lost_process", env=ENVIRONMENT, timeout=100,

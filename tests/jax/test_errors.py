@@ -1,4 +1,4 @@
-"""What psum_q refuses, with which words, and that the process is usable afterwards."""
+"""The errors of psum_q and their texts; the process remains usable afterwards."""
 
 import re
 import subprocess
@@ -130,7 +130,7 @@ def test_knobs_out_of_range(knob: str, value: Any) -> None:
     ],
 )
 @pytest.mark.parametrize("reduce", [psum_q, psum_scatter_q, all_gather_q])
-def test_keys_that_are_none(reduce: Any, key: Any, error: type[Exception], said: str) -> None:
+def test_invalid_keys(reduce: Any, key: Any, error: type[Exception], said: str) -> None:
     with pytest.raises(error, match=f"{reduce.__name__}: key is .*{said}"):
         run(lambda v: reduce(v, "d", key=key), np.ones((8, 8, 100), np.float32))
 
@@ -146,7 +146,7 @@ def test_axes_of_vmap() -> None:
         )
 
 
-def test_a_shard_map_that_leaves_an_axis_to_the_compiler() -> None:
+def test_partially_automatic_shard_map() -> None:
     mesh = mesh_of((4, 2), ("d", "m"))
     partial = jax.shard_map(
         lambda v: psum_q(v, "d"), mesh=mesh, in_specs=P("d"), out_specs=P(), axis_names={"d"}
@@ -163,10 +163,10 @@ def test_other_platforms() -> None:
         )
 
 
-def test_devices_that_do_not_meet() -> None:
-    """A predicate that differs between devices: the lonely ones are told, the next run is whole."""
+def test_predicate_that_differs_between_devices() -> None:
+    """Let a predicate differ between devices: the waiting ones get an error, the next run works."""
     x = normal(2, 8, 1000)
-    run(lambda v: psum_q(v, "d"), x)  # registers the handlers, which sets the usual deadline
+    run(lambda v: psum_q(v, "d"), x)  # registers the handlers, which sets the default deadline
     _xla_ffi.set_local_timeout(2.0)
     try:
         # XLA reports one of the devices' errors: a deadline, or that another device gave up.
@@ -183,7 +183,7 @@ def test_devices_that_do_not_meet() -> None:
 
 
 def test_any_exception_of_a_handler_is_an_error() -> None:
-    """Attributes that no release of ours writes: more leaves than configs."""
+    """Pass attributes that no release writes: more leaves than configs."""
     script = """
 import jax, numpy as np
 from cgx_ops.jax._src.runtime import handlers
@@ -213,12 +213,12 @@ def test_bad_timeout(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
 
 @pytest.mark.parametrize(("text", "seconds"), [("", 7.0), ("2.5", 2.5), ("1e300", 1e6)])
 def test_timeout(monkeypatch: pytest.MonkeyPatch, text: str, seconds: float) -> None:
-    """More than the operating system waits for is cut to what it does."""
+    """Check that a timeout above the operating system's limit is reduced to it."""
     monkeypatch.setenv("CGX_TIMEOUT", text)
     assert launchers.timeout(default=7.0) == seconds
 
 
-def test_a_block_whose_turn_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launching_block_that_waits_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CGX_TIMEOUT", "0.05")
     says = "block 2 of cgx_ops.jax.launching waited for block 1"
     with pytest.raises(CgxError, match=says), _Tickets().turn(_Ticket(2, 1)):

@@ -1,4 +1,4 @@
-"""A process that ends with steps in flight finishes them, since its peers need them."""
+"""A process that exits with steps in flight finishes them, because its peers need them."""
 
 import pytest
 from support import launch
@@ -13,6 +13,6 @@ def test_processes_that_do_not_wait(how: str) -> None:
 
 
 def test_an_exception_with_steps_in_flight() -> None:
-    """The exception ends its process; what it had launched still reaches the others."""
+    """Check that an exception ends its process, but the steps in flight still reach the others."""
     outputs = launch.mpirun(2, "run_jax_exit.py", "raises", check=False)
     assert "an error of the script's own" in outputs[1], outputs

@@ -1,4 +1,4 @@
-"""Programs that outlive their process: exported, compiled ahead of time, cached."""
+"""Programs used by later processes: exported, compiled ahead of time, cached."""
 
 import re
 from collections.abc import Callable
@@ -35,7 +35,7 @@ MESH = mesh_of((8,), ("d",))
 X, W = normal(1, 8, 8, 100), np.round(4 * normal(2, 8, 8, 100))
 
 Body = Callable[[jax.Array], jax.Array]
-# What to export, and the rows that it gives.
+# The functions to export, and the rows of their results.
 BODIES: dict[str, tuple[Body, Callable[[Values], Any]]] = {
     "psum_q": (
         lambda v: psum_q(v, "d", config=SRA),
@@ -60,7 +60,7 @@ def test_export_round_trip(name: str) -> None:
     loaded = jax.export.deserialize(exported.serialize(vjp_order=1))
     rows = jax.jit(loaded.call)(operand)
     assert all(same_bits(row, wanted) for row, wanted in zip(rows, want(X), strict=True))
-    # The derivative went along: of small whole numbers its sums are exact.
+    # The derivative was exported, too; its sums of small integers are exact.
     weights = np.round(4 * normal(3, *rows.shape))
     ours, theirs = (
         jax.jit(jax.grad(lambda v, call=call: (call(v) * weights).sum()))(operand)
@@ -83,8 +83,8 @@ def test_compiled_ahead_of_time(name: str) -> None:
     ("ranks", "devices"),
     [*(pytest.param(*each, marks=pytest.mark.exhaustive) for each in [(1, 8), (2, 1)]), (2, 2)],
 )
-def test_other_processes_run_them(ranks: int, devices: int, tmp_path: Path) -> None:
-    """Exported, compiled or cached by one launch, run by the next; equal text in all processes."""
+def test_run_in_other_processes(ranks: int, devices: int, tmp_path: Path) -> None:
+    """Export, compile or cache in one launch and run in the next; all lower the same text."""
     environment = {"XLA_FLAGS": ""}
     lowered = set()
     for launch in range(2):
@@ -92,8 +92,8 @@ def test_other_processes_run_them(ranks: int, devices: int, tmp_path: Path) -> N
             ranks, "run_jax_export.py", tmp_path, devices, env=environment, timeout=110
         )
         lowered |= {tuple(re.findall(r"^lowered .*$", output, re.MULTILINE)) for output in outputs}
-        # On CPUs JAX's cache serves process 0 alone: XLA's topology, which it hashes, is another in
-        # each process, and only process 0 writes.
+        # On CPUs JAX's cache serves process 0 alone: the key includes XLA's topology, which differs
+        # between processes, and only process 0 writes.
         counts = re.search(r"from the cache: (\d+), compiled: (\d+)", outputs[0])
         assert counts, outputs[0]
         assert counts.groups() == (("0", "3") if launch == 0 else ("3", "0"))

@@ -1,7 +1,7 @@
-"""Devices and processes that disagree, are late, fail or end: what the others are told, how soon.
+"""Devices and processes that mismatch, are late, fail or end: the others' errors and delays.
 
-The checks are in ranks/run_jax_faults.py: each surviving process gets an error that names the call,
-within its own deadline, computes on afterwards, and ends with status 0.
+The checks are in ranks/run_jax_faults.py. Each surviving process gets an error that names the call
+within its deadline, can compute afterwards, and exits with status 0.
 """
 
 import itertools
@@ -26,7 +26,8 @@ def environment(devices: int, timeout_s: int) -> dict[str, str]:
 
 
 def by_mpirun(*args: object, env: dict[str, str], check: bool = True) -> list[str]:
-    # Without ULFM, mpirun ends all when one is killed; with it, its status hides signals.
+    # Without ULFM, mpirun ends all ranks when one is killed; with it, the exit status hides
+    # signals.
     ulfm = ("--with-ft", "ulfm")
     return mpirun(2, PROGRAM, *args, env=env, timeout=100, mpirun_args=ulfm, check=check)
 
@@ -41,9 +42,9 @@ def by_arguments(*args: object, env: dict[str, str], check: bool = True) -> list
 
 
 def check_outputs(outputs: list[str], victim: int = -1) -> None:
-    """Require that every process but the victim came to the end of its checks."""
+    """Require that every process but the victim finished its checks."""
     for rank, output in enumerate(outputs):
-        # Not the last line: JAX may report a launch that failed once more at exit.
+        # Not always the last line: JAX may report a failed launch again at exit.
         if rank == victim:
             assert "ok all" not in output.splitlines(), output
         else:
@@ -53,17 +54,17 @@ def check_outputs(outputs: list[str], victim: int = -1) -> None:
 exhaustive = pytest.mark.exhaustive
 by_devices = pytest.mark.parametrize("devices", [pytest.param(1, marks=exhaustive), 2])
 
-# What leaves all processes and their communicator whole.
+# Checks that leave all processes and their communicator usable.
 WHOLE = ("mismatched_bits", "one_name_in_different_programs", "dependent_programs")
 
 
-@exhaustive  # test_the_end() has it on two devices
-def test_processes_that_disagree() -> None:
+@exhaustive  # covered by test_clean_exit() on two devices
+def test_mismatched_processes() -> None:
     check_outputs(by_mpirun(-1, *WHOLE, env=environment(1, 60)))
 
 
 @by_devices
-def test_launches_out_of_step(devices: int) -> None:
+def test_launch_failed_on_one_process(devices: int) -> None:
     check_outputs(by_mpirun(-1, "launch_failed_on_one_process", env=environment(devices, 60)))
 
 
@@ -76,21 +77,21 @@ def test_launches_out_of_step(devices: int) -> None:
         (1, "never_calls"),
     ],
 )
-def test_processes_that_do_not_come(victim: int, check: str, devices: int) -> None:
+def test_missing_processes(victim: int, check: str, devices: int) -> None:
     check_outputs(by_mpirun(victim, check, env=environment(devices, 5)))
 
 
-def test_the_device_of_a_process() -> None:
+def test_only_device_fails() -> None:
     check_outputs(by_mpirun(-1, "only_device_fails", env=environment(1, 60)))
 
 
-def test_a_device_of_one_process() -> None:
+def test_one_device_of_a_single_process_fails() -> None:
     env, check = environment(8, 60), "one_of_several_devices_fails"
     check_outputs(processes(1, PROGRAM, -1, check, env=env, timeout=100))
 
 
-@exhaustive  # by mpirun test_the_end() has it
-def test_a_device_of_several_in_a_process() -> None:
+@exhaustive  # covered by test_clean_exit() under mpirun
+def test_one_of_several_devices_fails() -> None:
     check_outputs(by_arguments(-1, "one_of_several_devices_fails", env=environment(2, 60)))
 
 
@@ -110,7 +111,7 @@ DAILY_ENDS = [("raises", by_mpirun, 0), ("killed", by_arguments, 0)]
 def test_processes_that_end(
     how: str, launch: Callable[..., list[str]], victim: int, devices: int
 ) -> None:
-    """The deadline is long: only the news of the end comes in time."""
+    """Use a long deadline: the error comes in time only if the end is detected."""
     status_is_the_survivor_s = how.startswith("exits")
     outputs = launch(victim, how, env=environment(devices, 60), check=status_is_the_survivor_s)
     check_outputs(outputs, victim)
@@ -118,9 +119,9 @@ def test_processes_that_end(
 
 # ---- the end -------------------------------------------------------------------------------------
 
-# After success, after errors of all, after the loss of a process: launch, victim, checks, and the
-# devices of a process that they need.
-# Not with ULFM: mpirun then ends with status 0 though all ranks crash.
+# Exits after success, after an error on all ranks, and after the loss of a process: launch, victim,
+# checks, and the devices per process that they need.
+# Not with ULFM: mpirun then exits with status 0 although all ranks crash.
 ENDS: list[tuple[Callable[..., list[str]], int, tuple[str, ...], int]] = [
     (by_plain_mpirun, -1, ("check_together",), 1),
     (by_plain_mpirun, -1, (*WHOLE, "one_of_several_devices_fails"), 2),
@@ -139,8 +140,8 @@ LAUNCHES = 50
         for i in range(LAUNCHES)
     ],
 )
-def test_the_end(number: int) -> None:
-    """Status 0 of all, every time: nothing crashes while JAX, MPI and cgx end."""
+def test_clean_exit(number: int) -> None:
+    """Check that all processes exit with status 0, without a crash of JAX, MPI or cgx."""
     launch, victim, checks, least = ENDS[number % len(ENDS)]
     devices = max(least, 1 + (number + number // len(ENDS)) % 2)
     check_outputs(launch(victim, *checks, env=environment(devices, 60)), victim)

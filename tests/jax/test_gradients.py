@@ -1,8 +1,8 @@
-"""compress_grads and value_and_grad: against the oracle to the bit, and against JAX's gradients.
+"""compress_grads and value_and_grad: against the oracle and JAX's gradients, bit for bit.
 
-The gradient of the loss `linear` is the device's row of the batch, whatever the weights are, so the
-oracle gets those rows. Losses over whole numbers have whole gradients, which float32 sums exactly
-in any order: they equal JAX's own to the bit.
+The gradient of the loss `linear` is the device's row of the batch, independent of the weights, so
+the oracle takes these rows. Losses over integers have integer gradients, which float32 sums exactly
+in any order: they equal JAX's bit for bit.
 """
 
 from collections.abc import Callable
@@ -33,7 +33,7 @@ use_cpu_devices(8)
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.mpirun]
 
-# jax/test_matrix.py has gradients in both modes every day.
+# jax/test_matrix.py tests gradients in both modes in daily runs.
 both_modes = pytest.mark.parametrize(
     "check_vma", [True, pytest.param(False, marks=pytest.mark.exhaustive)]
 )
@@ -62,14 +62,14 @@ def varying(tree: Any) -> Any:
 
 
 def on_rows(body: Callable[..., Any], out_specs: Any = SHARED, check_vma: bool = True) -> Any:
-    """Return body(weights, row) on eight devices, which share weights and have a row each."""
+    """Return body(weights, row) on eight devices, with shared weights and one row each."""
     return jax.shard_map(
         lambda weights, rows: body(weights, rows[0]), mesh=mesh_of((N,), ("d",)),
         in_specs=(P(), P("d")), out_specs=out_specs, check_vma=check_vma,
     )  # fmt: skip
 
 
-# ---- compress_grads: three places where jax.grad stands ------------------------------------------
+# ---- compress_grads: three places of jax.grad ----------------------------------------------------
 
 
 def inside(loss: Callable[..., jax.Array]) -> Any:
@@ -77,20 +77,20 @@ def inside(loss: Callable[..., jax.Array]) -> Any:
 
 
 def around(loss: Callable[..., jax.Array]) -> Any:
-    """The shard_map returns the loss of each device."""
+    """Return the loss of each device from the shard_map."""
     each = on_rows(lambda weights, row: loss(weights, row)[None], P("d"))
     return jax.jit(jax.grad(lambda weights, batch: each(weights, batch).sum()))
 
 
 def around_reduced(loss: Callable[..., jax.Array]) -> Any:
-    """The shard_map returns one loss, reduced in its body."""
+    """Return one loss, reduced inside of the shard_map."""
     return jax.jit(jax.grad(on_rows(loss)))
 
 
 @pytest.mark.parametrize("key", [None, KEY, jax.random.PRNGKey(5)], ids=["nearest", "typed", "raw"])
 @pytest.mark.parametrize("gradient", [inside, around])
 def test_losses_of_devices(gradient: Any, key: Any) -> None:
-    """What JAX takes for the gradient of losses that differ is that of their sum."""
+    """JAX differentiates the sum of losses that differ between devices."""
     got = gradient(lambda w, row: linear(compressed(w, key=key), row))(WEIGHTS, BATCH)
     seeds = None if key is None else [seed_of(key)] * N
     assert same_bits(got, expected(BATCH, seeds=seeds))
@@ -98,7 +98,7 @@ def test_losses_of_devices(gradient: Any, key: Any) -> None:
 
 @pytest.mark.parametrize("gradient", [inside, around_reduced])
 @pytest.mark.parametrize("reduce", [lax.psum, lax.pmean])
-def test_a_loss_that_is_reduced(gradient: Any, reduce: Any) -> None:
+def test_reduced_loss(gradient: Any, reduce: Any) -> None:
     got = gradient(lambda w, row: reduce(linear(compressed(w), row), "d"))(WEIGHTS, BATCH)
     rows = BATCH if reduce is lax.psum else BATCH / np.float32(N)  # a power of two: exact
     assert same_bits(got, expected(rows))
@@ -116,7 +116,7 @@ def quadratic(weights: Any, row: jax.Array) -> jax.Array:
 
 
 @pytest.mark.parametrize("gradient", [inside, around, around_reduced])
-def test_equals_jax_where_nothing_is_compressed(gradient: Any) -> None:
+def test_equals_jax_without_compression(gradient: Any) -> None:
     def loss(weights: Any, row: jax.Array) -> jax.Array:
         value = quadratic(weights, row)
         return lax.pmean(value, "d") if gradient is around_reduced else value
@@ -127,7 +127,7 @@ def test_equals_jax_where_nothing_is_compressed(gradient: Any) -> None:
     assert np.abs(ours["a"]).max() > 100
 
 
-def test_eager_and_without_an_effect_on_the_value() -> None:
+def test_eager_call_does_not_change_values() -> None:
     def body(weights: jax.Array, row: jax.Array) -> Any:
         value, gradient = jax.value_and_grad(lambda w: linear(compressed(w), row))(weights)
         return value[None], linear(weights, row)[None], gradient
@@ -150,7 +150,7 @@ def test_inside_other_transformations(gradient: Any, wrap: Any) -> None:
 
 @pytest.mark.parametrize("gradient", [inside, around])
 def test_accumulation_in_a_scan(gradient: Any) -> None:
-    """Outside the scan: its micro-batches add up first, and one message goes. Inside: one each."""
+    """Check one message if the gradient is outside of the scan, one per micro-batch if inside."""
     batch = whole(5, N, 4, NUMEL)
 
     def total(weights: jax.Array, row: jax.Array, each: Callable[..., Any]) -> jax.Array:
@@ -166,7 +166,7 @@ def test_accumulation_in_a_scan(gradient: Any) -> None:
 
 
 def test_vmap_of_the_gradient() -> None:
-    """Each of three models has its own loss and its own gradient."""
+    """Check that each of three models has a separate loss and gradient."""
     models = normal(6, 3, NUMEL)
     scale = np.arange(1, 4, dtype=np.float32)
 
@@ -179,7 +179,7 @@ def test_vmap_of_the_gradient() -> None:
         assert same_bits(got[i], expected(scale[i] * BATCH))
 
 
-def test_a_key_that_is_an_operand() -> None:
+def test_traced_key() -> None:
     def gradient(weights: jax.Array, batch: Values, step: int) -> jax.Array:
         key = jax.random.fold_in(KEY, step)
         return jax.shard_map(
@@ -197,7 +197,7 @@ def test_a_key_that_is_an_operand() -> None:
 
 
 @pytest.mark.parametrize("fuse", [True, False])
-def test_leaves_have_their_own_bits_and_noise(fuse: bool) -> None:
+def test_leaves_have_separate_bits_and_noise(fuse: bool) -> None:
     weights = {"bias": WEIGHTS[:40], "kernel": WEIGHTS[40:]}
 
     def loss(w: Any, row: jax.Array) -> jax.Array:
@@ -216,7 +216,7 @@ def test_leaves_have_their_own_bits_and_noise(fuse: bool) -> None:
     assert "all-reduce(" not in text, "JAX summed the gradients as well"
 
 
-def test_weights_that_are_not_used() -> None:
+def test_unused_weights() -> None:
     got = inside(lambda w, row: linear(compressed(w)["a"], row))(
         {"a": WEIGHTS, "unused": WEIGHTS}, BATCH
     )
@@ -225,8 +225,8 @@ def test_weights_that_are_not_used() -> None:
 
 
 @pytest.mark.parametrize("around_it", [False, True])
-def test_the_other_axis_of_a_mesh_is_left_to_jax(around_it: bool) -> None:
-    """Weights are shared over "m" too, where JAX sums by itself: exactly, and before us."""
+def test_jax_sums_over_the_other_axis(around_it: bool) -> None:
+    """Check weights shared over "m" too, where JAX sums exactly before cgx."""
     mesh, batch = mesh_of((4, 2), ("d", "m")), whole(7, 4, 2, NUMEL)
 
     def loss(w: jax.Array, x: jax.Array) -> jax.Array:
@@ -245,12 +245,12 @@ def test_the_other_axis_of_a_mesh_is_left_to_jax(around_it: bool) -> None:
     assert same_bits(jax.jit(program)(WEIGHTS, batch), want)
 
 
-# ---- compress_grads: what it refuses -------------------------------------------------------------
+# ---- compress_grads: errors ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("around_it", [False, True])
 def test_unchecked_types_are_refused(around_it: bool) -> None:
-    """Around, JAX makes it N times too large; inside, it does so with a loss that is reduced."""
+    """Check both places: JAX's gradient would be N times too large."""
     loss = lambda w, row: lax.pmean(linear(compressed(w), row), "d")  # noqa: E731
     if around_it:
         program = jax.grad(on_rows(loss, check_vma=False))
@@ -265,7 +265,7 @@ def test_weights_that_vary_are_refused() -> None:
         inside(lambda w, row: linear(compressed({"w": varying(w)})["w"], row))(WEIGHTS, BATCH)
 
 
-def test_keys_that_would_part_weights_are_refused() -> None:
+def test_keys_that_differ_over_another_axis_raise() -> None:
     mesh = mesh_of((4, 2), ("d", "m"))
     keys = jax.random.split(KEY, 2)
     body = jax.shard_map(
@@ -290,7 +290,7 @@ def test_keys_that_would_part_weights_are_refused() -> None:
 def test_bad_calls(call: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message) as caught:
         inside(lambda w, row: linear(call(w), row))(WEIGHTS, BATCH)
-    if message not in ("bits", "no_such_knob"):  # Config names these
+    if message not in ("bits", "no_such_knob"):  # for the others, Config checks the name
         assert "compress_grads: " in str(caught.value)
 
 
@@ -311,7 +311,7 @@ def mean_of_losses(check_vma: bool) -> Any:
 @both_modes
 @pytest.mark.parametrize("key", [None, KEY], ids=["nearest", "stochastic"])
 def test_means_of_value_and_gradient(check_vma: bool, key: Any) -> None:
-    """Weights are given as they are: no pcast is needed, and none is forgotten."""
+    """Pass weights unchanged: no pcast is needed."""
     program: Any = jax.jit(on_rows(averaged(linear, key=key), check_vma=check_vma))
     value, gradient = program(WEIGHTS, BATCH)
     seeds = None if key is None else [seed_of(key)] * N
@@ -321,8 +321,8 @@ def test_means_of_value_and_gradient(check_vma: bool, key: Any) -> None:
     assert text.count(" all-reduce(") == 1, "the value's alone"
 
 
-def test_what_it_is_immune_to() -> None:
-    """JAX sums the gradients of shared weights; psum_q of that sum is eight times too large."""
+def test_gradients_are_not_summed_twice() -> None:
+    """Compare with the naive way: psum_q of the sum that JAX makes is eight times too large."""
 
     def naive(weights: jax.Array, row: jax.Array) -> jax.Array:
         return psum_q(jax.grad(linear)(weights, row), "d", bits=32)
@@ -362,7 +362,7 @@ def test_around_other_transformations(check_vma: bool, wrap: Any) -> None:
 
 @both_modes
 def test_micro_batches_and_steps_in_scans(check_vma: bool) -> None:
-    """Steps of SGD in a scan; each averages gradients that a scan over micro-batches added up."""
+    """Run SGD steps in a scan; each averages gradients accumulated over micro-batches by a scan."""
     steps = whole(9, N, 3, 2, NUMEL)
 
     def loss(weights: jax.Array, micros: jax.Array) -> jax.Array:
@@ -389,7 +389,7 @@ def test_micro_batches_and_steps_in_scans(check_vma: bool) -> None:
 
 
 @both_modes
-def test_vmap_of_it(check_vma: bool) -> None:
+def test_vmap_of_value_and_grad(check_vma: bool) -> None:
     models = normal(10, 3, NUMEL)
     body = lambda w, row: jax.vmap(averaged(linear), (0, None))(w, row)  # noqa: E731
     value, gradient = jax.jit(on_rows(body, check_vma=check_vma))(models, BATCH)
@@ -420,7 +420,7 @@ def test_rules_and_fusion(check_vma: bool, fuse: bool) -> None:
 @both_modes
 @pytest.mark.parametrize("axes", ["d", ("d", "m")])
 def test_two_axes(check_vma: bool, axes: Any) -> None:
-    """Over "d" alone, each place of "m" is a model of its own."""
+    """Over "d" alone, each index of "m" is a separate model."""
     mesh, batch = mesh_of((4, 2), ("d", "m")), normal(11, 4, 2, NUMEL)
     fun = value_and_grad(linear, axes, config=SRA, rules=None)
     weights = normal(12, 2, NUMEL)
@@ -444,8 +444,8 @@ def test_two_axes(check_vma: bool, axes: Any) -> None:
 
 
 @pytest.mark.parametrize("reduce", [lax.psum, lax.pmean])
-def test_a_value_that_is_reduced_already(reduce: Any) -> None:
-    """Types tell where they are checked; where not, value and gradient are right in spite of it."""
+def test_value_that_is_already_reduced(reduce: Any) -> None:
+    """Check that checked types raise; without them, the results are still right."""
     batch, weights = whole(13, N, NUMEL), whole(14, NUMEL)
     fun = averaged(lambda w, row: reduce(linear(w, row), "d"), bits=32)
     with pytest.raises(ValueError, match=r"same on all devices of \['d'\].*without psum or pmean"):

@@ -1,4 +1,4 @@
-"""initialize(): by mpirun, by a launcher that JAX knows, by arguments; called twice or too late."""
+"""initialize(): under mpirun, under launchers that JAX detects, by arguments; twice or too late."""
 
 import contextlib
 import socket
@@ -51,24 +51,24 @@ def test_all_devices_are_one_mesh(launch: Launch, devices: int) -> None:
 
 
 def test_after_errors_and_twice() -> None:
-    """By mpirun, on devices by JAX's own option."""
+    """Run under mpirun, with devices set by JAX's own option."""
     checks = ["rank_differs_from_mpirun", "port_in_use", "works", "twice"]
     by_mpirun(2, *checks, JAX_NUM_CPU_DEVICES="2")
 
 
 @exhaustive
 def test_twice_by_arguments() -> None:
-    """What mpirun shows, asked of JAX alone."""
+    """Run the mpirun checks with JAX's own start."""
     by_arguments(2, "works", "twice")
 
 
 @pytest.mark.slow
-def test_after_a_process_that_never_came() -> None:
+def test_after_a_missing_process() -> None:
     by_arguments(2, "missing_process", "works")
 
 
-def test_a_launcher_that_jax_knows() -> None:
-    """SLURM's variables, by which JAX recognizes it. Each process adds its own place."""
+def test_launcher_detected_by_jax() -> None:
+    """Use SLURM's variables, by which JAX detects it. Each process adds its rank."""
     address, port = free_address([""])
     by_arguments(
         2, "detected", SLURM_JOB_ID="1", SLURM_STEP_NODELIST=address, SLURM_NTASKS="2",
@@ -77,12 +77,12 @@ def test_a_launcher_that_jax_knows() -> None:
 
 
 @both
-def test_alone_there_is_nothing_to_do(launch: Launch) -> None:
+def test_single_process(launch: Launch) -> None:
     launch(1, "single_process")
 
 
 def test_processes_that_only_xla_connects() -> None:
-    """The core may use nothing but MPI, which nobody started."""
+    """The core may use MPI only, which is not started."""
     by_arguments(2, "unreachable", COMMUNICATOR_TYPE="MPI")
 
 
@@ -100,14 +100,14 @@ def test_called_too_late(launch: Launch, checks: list[str]) -> None:
     launch(2, *checks)
 
 
-def test_the_coordinator_knows_its_processes() -> None:
-    """Who does not say the word is not counted, and keeps nobody waiting."""
+def test_coordinator_ignores_unauthenticated_peers() -> None:
+    """Check that peers without the token are not counted and block no process."""
     program = Path(cgx_ops.__file__).parent / "jax/_src/runtime/coordinator.py"
     command = [sys.executable, "-P", str(program), "127.0.0.1", "0", "2", "60"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as coordinator:
         assert coordinator.stdout is not None
         port, lifeline, word = coordinator.stdout.readline().split()
-        for wanted in (port, lifeline):  # it listens to this machine alone
+        for wanted in (port, lifeline):  # it listens on the loopback address only
             with pytest.raises(ConnectionRefusedError):
                 socket.create_connection(("127.0.0.2", int(wanted)))
         at = ("127.0.0.1", int(lifeline))
@@ -119,7 +119,7 @@ def test_the_coordinator_knows_its_processes() -> None:
         for stranger in strangers[:2]:
             stranger.settimeout(60)
             with contextlib.suppress(ConnectionResetError):
-                assert stranger.recv(1) == b""  # it was sent away
+                assert stranger.recv(1) == b""  # it was disconnected
         known = [socket.create_connection(at) for _ in range(2)]
         known[0].sendall(word[:5].encode())
         known[1].sendall(word.encode())

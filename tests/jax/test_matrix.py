@@ -1,11 +1,11 @@
-"""Transformation x mesh x carrier x check_vma: values, tangents and gradients, to the bit.
+"""Transformation x mesh x carrier x check_vma: values, tangents and gradients, bit for bit.
 
-1. the ways: what JAX can do with a function, as a way of applying it to each row of an array
-2. the oracle: numpy's, for values; for derivatives those of the exact sum. The tangents and
+1. the transformations: ways to apply a function to each row of an array
+2. the oracle: numpy's for values; for derivatives that of the exact sum. The tangents and
    weights are small integers, whose sums are exact in any order
-3. the matrix; a part of it in which every way and every mesh meets both carriers and both
-   modes is run every day
-4. what differs from a function of arrays: eager, donation, x64, weak types, zero sizes, trees
+3. the matrix; daily runs test a part of it in which every transformation and every mesh
+   occurs with both carriers and both modes
+4. special cases: eager, donation, x64, weak types, zero sizes, trees
 """
 
 import contextlib
@@ -39,7 +39,7 @@ ROWS, NUMEL = 4, 600  # 600 elements: a bucket and a part of one
 
 Function = Callable[[jax.Array], jax.Array]
 
-# ---- 1. the ways ---------------------------------------------------------------------------------
+# ---- 1. transformations --------------------------------------------------------------------------
 
 
 def _one_by_one(f: Function) -> Function:
@@ -77,7 +77,7 @@ def _while(f: Function) -> Function:
 
 
 def _cond(f: Function) -> Function:
-    """The predicate is known at run time only; branches have calls of their own."""
+    """Use a predicate known only at run time; the branches have separate calls."""
 
     def choose(i: jax.Array, row: jax.Array) -> jax.Array:
         return lax.cond(i % 2 == 0, f, lambda u: f(u), row)
@@ -86,7 +86,7 @@ def _cond(f: Function) -> Function:
 
 
 def _custom_vjp(f: Function) -> Function:
-    """Its backward function is the transpose of the linear part."""
+    """Use a backward function that transposes the linear part."""
 
     @jax.custom_vjp
     def g(u: jax.Array) -> jax.Array:
@@ -106,7 +106,7 @@ def _custom_jvp(f: Function) -> Function:
 
 
 def _linearized(f: Function) -> Function:
-    """The values of jax.linearize, and nothing times its linear function."""
+    """Return the values of jax.linearize plus zero times its linear function."""
 
     def g(v: jax.Array) -> jax.Array:
         values, linear = jax.linearize(_one_by_one(f), v)
@@ -152,15 +152,16 @@ WAYS: dict[str, Callable[[Function], Function]] = {
     "remat_of_scan": lambda f: jax.checkpoint(_scan()(f)),
     "vmap_of_cond": lambda f: jax.vmap(lambda u: lax.cond(True, f, f, u)),
 }
-# What JAX cannot differentiate in that direction.
+# Transformations that JAX cannot differentiate in that direction.
 NO_TANGENTS, NO_GRADIENTS = {"custom_vjp"}, {"while"}
 
 
-def test_every_policy_without_arguments_is_there() -> None:
-    """A policy takes (primitive, *avals, **params); other names of that module make policies."""
+def test_all_remat_policies_are_covered() -> None:
+    """Compare the list with JAX's policies, functions of (primitive, *avals, **params)."""
     found = set()
     for name in dir(jax.checkpoint_policies):
-        # Policies answer for a primitive; what makes one raises, or returns a function.
+        # A policy returns a value for a primitive; a function that creates policies raises, or
+        # returns a function.
         with contextlib.suppress(TypeError, AssertionError):
             answer = getattr(jax.checkpoint_policies, name)(lax.sin_p)
             if not name.startswith("_") and not callable(answer):
@@ -183,7 +184,7 @@ def check_values(case: MeshCase, rows: Any, x: Values) -> None:
 
 
 def check_sums(case: MeshCase, rows: Any, x: Values) -> None:
-    """Require exact sums; of zeros the sign is not told."""
+    """Require exact sums, up to the sign of zeros."""
     case.check(np.asarray(rows) + 0, lambda places, _: x[places].sum(0) + 0)
 
 
@@ -191,14 +192,14 @@ def check_sums(case: MeshCase, rows: Any, x: Values) -> None:
 
 
 def matrix() -> list[Any]:
-    """Return all combinations; those of every day are not marked as exhaustive."""
+    """Return all combinations; those of daily runs are not marked as exhaustive."""
     combinations = []
     for i, way in enumerate(WAYS):
         for j, case in enumerate(MESHES):
             for k, (carrier, check_vma) in enumerate(
                 [("native", True), ("xla", False), ("native", False), ("xla", True)]
             ):
-                # One a way: meshes, carriers and modes take turns.
+                # One per transformation, with alternating meshes, carriers and modes.
                 daily = (i % len(MESHES), i % 4) == (j, k)
                 marks = [] if daily else [pytest.mark.exhaustive]
                 name = f"{way}-{case.name}-{carrier}-{check_vma}"
@@ -243,7 +244,7 @@ def test_values_tangents_and_gradients(
         check_sums(case, whole.run(around, x, w), w)
 
 
-# ---- 4. what differs from a function of arrays ---------------------------------------------------
+# ---- 4. special cases ----------------------------------------------------------------------------
 
 
 @carriers_and_modes

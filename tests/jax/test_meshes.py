@@ -1,9 +1,9 @@
-"""psum_q on every mesh: axes, orders and parts of eight devices, in one process or several.
+"""psum_q on every mesh: axes, orders and subsets of eight devices, in one process or several.
 
-1. values, to the bit of the oracle
+1. values, bit for bit as the oracle
 2. sums in 32 bits, against lax.psum
 3. several meshes in one program, and in one process
-4. what all processes share: the program, and weights that are trained
+4. properties shared by all processes: the program, and trained weights
 """
 
 import hashlib
@@ -51,7 +51,7 @@ BF16 = ml_dtypes.bfloat16
 
 @dataclass(frozen=True)
 class Call:
-    """One reduction. `keys`: whether devices have none, equal or different ones."""
+    """A reduction. `keys`: whether devices have no keys, equal keys or different ones."""
 
     dtype: Any = np.float32
     bits: int = 4
@@ -94,7 +94,7 @@ CALLS = [
 def test_dtypes_bits_operators_and_keys(
     case: MeshCase, carrier: Any, check_vma: bool, one_of: int
 ) -> None:
-    """Every day a third of the calls on a mesh, all dtypes in it, another third by each carrier."""
+    """Test a third of the calls on a mesh in daily runs, with all dtypes and both carriers."""
     calls = CALLS[(MESHES.index(case) + (carrier == "xla")) % one_of :: one_of]
     x = normal(1, len(case.devices), 1500)
 
@@ -115,10 +115,10 @@ def test_dtypes_bits_operators_and_keys(
 
 
 def sum_bound(terms: Values) -> Values:
-    """Return how far two fp32 sums of these terms may be apart, by whatever order of adding.
+    """Return a bound for the difference of two fp32 sums of these terms in any order.
 
-    A sum of n terms by n - 1 additions, each off by a factor of at most 1 + u with u = 2**-24, is
-    off by at most ((1 + u)**(n - 1) - 1) sum |x|, in any order: no term goes through more of them.
+    A sum of n terms has n - 1 additions, each off by a factor of at most 1 + u with u = 2**-24. It
+    is off by at most ((1 + u)**(n - 1) - 1) sum |x| in any order, as no term passes more additions.
     That is less than 1.001 (n - 1) u sum |x| for n <= 8. Two sums: twice.
     """
     return 2 * 1.001 * (len(terms) - 1) * 2.0**-24 * np.abs(terms.astype(np.float64)).sum(0)
@@ -127,7 +127,7 @@ def sum_bound(terms: Values) -> Values:
 @carriers_and_modes
 @each_mesh
 def test_sums_in_32_bits_are_those_of_lax(case: MeshCase, carrier: Any, check_vma: bool) -> None:
-    """To the bit where no addition rounds, as with integers; else to the bound."""
+    """Compare bit for bit if no addition rounds, as with integers; otherwise up to the bound."""
     if carrier == "xla" and not case.is_even:
         pytest.skip("carrier='xla' refuses uneven groups; shown above")
     x = normal(2, len(case.devices), 1500)
@@ -150,7 +150,7 @@ def test_sums_in_32_bits_are_those_of_lax(case: MeshCase, carrier: Any, check_vm
 
 @both_modes
 def test_axes_in_a_list(check_vma: bool) -> None:
-    """As jax.lax takes them."""
+    """Pass the axes as jax.lax does."""
     x, mesh = normal(5, 8, 8, 600), mesh_of((4, 2), ("a", "b"))
 
     def calls(axes: Any, v: jax.Array) -> Any:
@@ -166,7 +166,7 @@ def test_axes_in_a_list(check_vma: bool) -> None:
 
 @both_modes
 def test_several_meshes_in_one_program(check_vma: bool) -> None:
-    """They share their devices in one order, as jit requires."""
+    """Use meshes that share their devices in one order, as jit requires."""
     x = normal(3, 8, 1500)
     cases = [case for case in MESHES if case.devices == list(range(8))]
     programs = [
@@ -183,8 +183,8 @@ def test_several_meshes_in_one_program(check_vma: bool) -> None:
         case.check(rows, lambda places, devices: expected(x[places], at=devices))
 
 
-def test_meshes_that_know_nothing_of_each_other() -> None:
-    """Disjoint parts; then every process alone with its own devices."""
+def test_independent_meshes() -> None:
+    """Use disjoint subsets, then only the process's own devices."""
     x = normal(4, 8, 1500)
     for part in ([6, 1], [4, 5, 0, 2], [7, 3]):
         mesh = mesh_of((len(part),), ("d",), [jax.devices()[device] for device in part])
@@ -200,11 +200,11 @@ def test_meshes_that_know_nothing_of_each_other() -> None:
     assert all(same_bits(row, want) for row in rows)
 
 
-# ---- 4. what all processes share -----------------------------------------------------------------
+# ---- 4. properties shared by all processes -------------------------------------------------------
 
 
 def test_one_program_for_all_processes() -> None:
-    """Nothing of this process is in the program: all compile, and could cache, the same."""
+    """Check that the program does not depend on the process, so that it can be cached for all."""
     step = on_mesh(mesh_of((8,), ("d",)), lambda v: psum_q(v, "d") + psum_q(v, "d", bits=8))
     text = step.lower(normal(5, 8, 1500)).as_text()
     assert text.count("@cgx_psum_q") == 2
@@ -214,7 +214,7 @@ def test_one_program_for_all_processes() -> None:
 
 
 def test_training() -> None:
-    """Weights stay equal to the bit over steps, under one jit, with remat and scan inside."""
+    """Check that weights stay bitwise equal over steps, in one jit with remat and scan."""
     mesh = mesh_of((2, 4), ("a", "b"))
     axes = ("a", "b")
     truth = normal(6, 64, 8)

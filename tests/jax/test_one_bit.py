@@ -1,6 +1,6 @@
 """one_bit_adam and signum: steps against the reference, states, checkpoints, bad input.
 
-The gradients here are the device's rows of the batch, whatever the weights are.
+The gradients here are the device's rows of the batch, independent of the weights.
 """
 
 from pathlib import Path
@@ -54,7 +54,7 @@ MAKERS = {"one_bit_adam": adam, "signum": voting}
 
 
 def program_of(optimizer: Any, mesh: Any, params: Any = WEIGHTS, check_vma: bool = True) -> Any:
-    """Return step(params, state, rows), which gives new parameters and the new state."""
+    """Return step(params, state, rows), which returns new parameters and the new state."""
     return cases.program_of(optimizer, params, mesh, check_vma, applies=True)
 
 
@@ -107,8 +107,8 @@ def test_steps(name: str, n: int, check_vma: bool) -> None:
     assert int(state[0].step) == STEPS
 
 
-def test_nothing_is_given_up() -> None:
-    """Momenta and old residuals are the average (as a sum) and the new residuals."""
+def test_conservation() -> None:
+    """Check that momenta plus old residuals equal the average (as a sum) plus new residuals."""
     mesh, rows = mesh_with(4), rows_of(4, 16)
     optimizer = adam(mesh)
     step, state, params = program_of(optimizer, mesh), placed(optimizer, mesh), WEIGHTS
@@ -125,7 +125,7 @@ def test_nothing_is_given_up() -> None:
             own = old.mu[leaf][None].astype(np.float64) * 0.9 + rows[leaf][i] * (1 - 0.9)
             values = own + old.residual[leaf]
             lost = values.sum(0) - new.residual[leaf].sum(0, np.float64) - 4 * new.mu[leaf]
-            # As in tests/ranks/torch_hooks/optim.py, and the momenta, which are rounded here alone.
+            # As in tests/ranks/torch_hooks/optim.py, plus the momenta, which are rounded only here.
             bound = (2 * 4 + 12) * 2.0**-24 * 4 * np.abs(values).sum(0).max()
             assert (np.abs(lost) <= bound).all(), (leaf, i)
 
@@ -153,7 +153,7 @@ def test_in_a_scan_with_init_inside(name: str) -> None:
         assert np.allclose(fetch(got[leaf]), fetch(want), atol=1e-5), leaf
 
 
-def test_elements_without_gradients_and_what_is_not_finite() -> None:
+def test_elements_without_gradients_and_nan() -> None:
     mesh = mesh_with(4)
     rows = {leaf: x[0] for leaf, x in rows_of(4, 1).items()}
     rows["a"][:, 3] = 0
@@ -185,7 +185,7 @@ BY = [f"{name} by {carrier}" for name in MAKERS for carrier in ("native", "xla")
 
 
 def in_one_process(devices: int, names: list[str], file: Path) -> None:
-    """Make the file of the rank program."""
+    """Create the file of the rank program."""
     mesh, rows, ends = mesh_with(2 * devices), normal(1, 14, 2 * devices, 24, 30), {}
     for name in names:
         make = MAKERS[name]
@@ -211,10 +211,10 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     Launch(2, PROGRAM, "signum by *", names=BY, arguments=[2], marks=[slow]),
 )
 def test_two_processes(check: RankCheck, files: Path) -> None:
-    """To the bits of as many devices of one process, by either carrier.
+    """Compare with as many devices of one process, bit for bit, for both carriers.
 
-    The values of a process's devices are summed exact before they travel, and all but votes then
-    are other messages than in one process.
+    The values of a process's devices are summed exactly before they are sent. Except for votes, the
+    messages then differ from those of one process.
     """
     check.passes(files)
 
@@ -224,7 +224,7 @@ def test_two_processes(check: RankCheck, files: Path) -> None:
 
 @pytest.mark.parametrize("name", ["one_bit_adam", pytest.param("signum", marks=slow)])
 def test_checkpoint(name: str, tmp_path: Path) -> None:
-    """By orbax: restored state lies where it lay, and goes on to the same bits."""
+    """Save by orbax: restored arrays have their sharding, and training resumes bit for bit."""
     mesh, rows = mesh_with(4), rows_of(4, 16)
     optimizer = MAKERS[name](mesh)
     step, state, params = program_of(optimizer, mesh), placed(optimizer, mesh), WEIGHTS
@@ -243,7 +243,7 @@ def test_checkpoint(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [pytest.param("one_bit_adam", marks=slow), "signum"])
-def test_another_number_of_devices(name: str) -> None:
+def test_resume_on_other_device_count(name: str) -> None:
     mesh, rows = mesh_with(4), rows_of(4, 13)
     optimizer = MAKERS[name](mesh)
     step, state, params = program_of(optimizer, mesh), placed(optimizer, mesh), WEIGHTS
@@ -293,7 +293,7 @@ def test_bad_arguments(make: Any, options: Any, words: str) -> None:
         make(mesh_with(2), **options).init(WEIGHTS)
 
 
-def test_numbers_of_numpys() -> None:
+def test_numpy_numbers() -> None:
     assert adam(None, warmup_steps=np.int64(5), b1=np.float32(0.9))
 
 

@@ -1,6 +1,6 @@
-"""average_gradients: steps with error feedback against the oracle to the bit, state, checkpoints.
+"""average_gradients: steps with error feedback against the oracle, state, checkpoints.
 
-The gradient of the loss here is the device's row of the batch, whatever the weights are.
+The gradient of the loss here is the device's row of the batch, independent of the weights.
 """
 
 import subprocess
@@ -58,13 +58,13 @@ N, STEPS, NUMEL = 8, 4, 1200
 WEIGHTS, ROWS = normal(0, NUMEL), normal(1, STEPS, N, NUMEL)
 KEY = jax.random.key(3)
 MESH = mesh_of((N,), ("d",))
-U = 2.0**-24  # what a float32 operation rounds, of its result
+U = 2.0**-24  # relative rounding error of a float32 operation
 
 
 def oracle(
     rows: Values, *, feedback: bool = True, key: Any = None, at: Sequence[int] | None = None
 ) -> Iterator[Any]:
-    """Yield each step's mean and residuals, (N, NUMEL). `at`: as of expected()."""
+    """Yield each step's mean and residuals, (N, NUMEL). `at`: as in expected()."""
     residual = np.zeros_like(rows[0])
     for step, row in enumerate(rows):
         seeds = None if key is None else [seed_of(jax.random.fold_in(key, step))] * len(row)
@@ -97,7 +97,7 @@ def placed(optimizer: optax.GradientTransformation, params: Any, specs: Any) -> 
 
 
 def program_of(optimizer: optax.GradientTransformation, params: Any, check_vma: bool = True) -> Any:
-    """Return step(params, state, rows), which gives the updates and the new state."""
+    """Return step(params, state, rows), which returns the updates and the new state."""
     specs = state_specs(optimizer, params, "d")
 
     def step(params: Any, state: Any, rows: jax.Array) -> Any:
@@ -126,7 +126,7 @@ def test_steps_with_donated_state(feedback: bool, key: Any, check_vma: bool) -> 
         assert same_bits(got, mean)
         if feedback:
             assert before.residual.is_deleted(), "it was not donated"
-            # A copy: what numpy has seen is not donated any more (jax 0.11).
+            # Copy, because JAX 0.11 does not donate arrays that numpy has accessed.
             assert same_bits(jnp.copy(state.residual), residual)
             assert state.residual.sharding.spec == P("d")
         else:
@@ -163,12 +163,13 @@ def largest_of_buckets(rows: Values) -> Values:
 
 
 @pytest.mark.parametrize("feedback", [True, False])
-def test_what_is_lost_comes_back(feedback: bool) -> None:
-    """At two bits a bucket's largest value hides the others, in every step the same.
+def test_feedback_bounds_the_error(feedback: bool) -> None:
+    """Check the bound of the error with feedback, for data that 2 bits encode badly.
 
-    With feedback the sum of the steps' means differs from that of the gradients only by the
-    residuals. These stay within 2 / (n - 2) with n = 3, the bound of docs/guides/jax/optax.md. A
-    step rounds fewer than 32 times, and values of at most the gradients plus the residuals.
+    At two bits a bucket's largest value hides the others, the same in every step. With feedback the
+    sum of the steps' means differs from that of the gradients only by the residuals. These stay
+    within 2 / (n - 2) with n = 3, the bound of docs/guides/jax/optax.md. A step rounds fewer than
+    32 times, and values of at most the gradients plus the residuals.
     """
     rows = normal(2, N, NUMEL) / 10
     rows[:, ::512] += 10
@@ -197,7 +198,7 @@ def test_one_bit_without_feedback_only() -> None:
         assert average(error_feedback=False, **knobs).init({"kernel": WEIGHTS})
 
 
-def test_gradients_that_are_not_finite_leave_no_trace() -> None:
+def test_nonfinite_gradients_leave_the_state_clean() -> None:
     rows = ROWS.copy()
     rows[1, 3, 700] = np.nan
     optimizer = average()
@@ -215,7 +216,7 @@ def test_gradients_that_are_not_finite_leave_no_trace() -> None:
 
 @pytest.mark.parametrize(("kept", "sent"), [("float16", "float32"), ("float32", "float16")])
 def test_residuals_too_large_for_a_dtype_stay_finite(kept: str, sent: str) -> None:
-    """Gradients have another dtype than the parameters, which residuals have."""
+    """Use gradients with another dtype than the parameters, which residuals have."""
     params, optimizer = WEIGHTS.astype(kept), average()
     step, state = cases.program_of(optimizer, params, MESH), optimizer.init(params)
     if kept == "float32":
@@ -230,7 +231,7 @@ def test_residuals_too_large_for_a_dtype_stay_finite(kept: str, sent: str) -> No
 # ---- trees, optimizers and meshes ----------------------------------------------------------------
 
 
-def test_what_is_owed_when_all_becomes_exact() -> None:
+def test_residuals_are_sent_when_all_becomes_exact() -> None:
     state: Any = average().init(WEIGHTS)
     _, state = program_of(average(), WEIGHTS)(WEIGHTS, state, ROWS[0])
     owed = list(next(oracle(ROWS))[1])
@@ -278,7 +279,7 @@ WRAPPERS = {
 @both_modes
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_inside_other_transformations(wrapper: str, check_vma: bool) -> None:
-    """Specs fit the state, and two steps run, with equal updates on all devices."""
+    """Check that specs match the state, and two steps give equal updates on all devices."""
     params = {"a": WEIGHTS, "b": WEIGHTS}
     optimizer = WRAPPERS[wrapper](average(), average(bits=32))
     specs = state_specs(optimizer, params, "d")
@@ -295,7 +296,7 @@ def test_inside_other_transformations(wrapper: str, check_vma: bool) -> None:
 
 @both_modes
 def test_parameters_spread_over_another_axis(check_vma: bool) -> None:
-    """Each place of the axis "m" has its own part of the weights, and of residuals and moments."""
+    """Check that each index of "m" has its own part of weights, residuals and moments."""
     mesh, batch = mesh_of((4, 2), ("d", "m")), normal(3, STEPS, 4, 2 * NUMEL)
     params, param_specs = {"w": normal(4, 2 * NUMEL)}, {"w": P("m")}
     optimizer = optax.chain(average(mesh=mesh), optax.trace(0.5))
@@ -319,7 +320,7 @@ def test_parameters_spread_over_another_axis(check_vma: bool) -> None:
 
 
 def test_explicit_mesh() -> None:
-    """jax.make_mesh's default: arrays carry their sharding in their type."""
+    """Use jax.make_mesh's default mode, in which types contain the sharding."""
     with jax.set_mesh(jax.make_mesh((N,), ("d",))):
         optimizer = average(mesh=None)
         specs = state_specs(optimizer, WEIGHTS, "d")
@@ -358,8 +359,8 @@ def test_init_finds_the_mesh() -> None:
         partial(one_bit_adam, learning_rate=0.1, warmup_steps=1),
     ],
 )  # fmt: skip
-def test_no_array_is_twice_in_a_state(make: Any) -> None:
-    """It could not be donated."""
+def test_state_has_no_duplicate_arrays(make: Any) -> None:
+    """Check this because such a state could not be donated."""
     leaves = jax.tree.leaves(make("d", mesh=MESH).init({"a": ROWS[0], "b": WEIGHTS}))
     assert len(leaves) > 1
     assert len({id(leaf) for leaf in leaves}) == len(leaves)
@@ -372,7 +373,7 @@ def test_init_without_the_axis(mesh: Any) -> None:
 
 
 def test_two_axes_in_the_order_of_the_group() -> None:
-    """Residuals lie in the order of the axes given, as psum_q's ranks do."""
+    """Check that residuals have the order of the given axes, as the ranks of psum_q."""
     mesh = mesh_of((2, 4), ("a", "b"))
     optimizer = average_gradients(("b", "a"), bits=2, config=SRA, rules=None, mesh=mesh)
     specs = state_specs(optimizer, WEIGHTS, ("b", "a"))
@@ -392,7 +393,7 @@ def test_two_axes_in_the_order_of_the_group() -> None:
 
 @one_process
 def test_checkpoint_with_sharding(tmp_path: Path) -> None:
-    """Restored state lies where it lay, and training goes on to the same bits."""
+    """Check that restored arrays have their sharding, and training resumes bit for bit."""
     optimizer = optax.chain(average(key=KEY, error_feedback=True), optax.trace(0.9))
     step = program_of(optimizer, WEIGHTS)
     specs = state_specs(optimizer, WEIGHTS, "d")
@@ -418,7 +419,7 @@ def test_checkpoint_with_sharding(tmp_path: Path) -> None:
 @pytest.mark.timeout(240)
 @pytest.mark.exhaustive
 def test_checkpoint_of_processes_with_two_devices_each(tmp_path: Path) -> None:
-    """The program checks steps and checkpoint by the oracle; new processes go on from it."""
+    """Check steps and checkpoint with the oracle, and resume in new processes."""
     environment = {
         "XLA_FLAGS": "",
         "JAX_PLATFORMS": "cpu",
@@ -433,7 +434,7 @@ def test_checkpoint_of_processes_with_two_devices_each(tmp_path: Path) -> None:
 # ---- errors on all processes ---------------------------------------------------------------------
 
 
-def test_gradients_that_jax_has_summed() -> None:
+def test_gradients_already_summed_by_jax() -> None:
     optimizer = average(mesh=None)
 
     def train(weights: Any, rows: jax.Array) -> Any:
@@ -445,7 +446,7 @@ def test_gradients_that_jax_has_summed() -> None:
         jax.jit(program)({"w": WEIGHTS}, ROWS[0])
 
 
-def test_state_that_was_not_spread() -> None:
+def test_unsharded_state() -> None:
     optimizer = average()
     program = jax.shard_map(
         lambda w, s, rows: optimizer.update(gradient_of(w, rows), s)[0], mesh=MESH,
@@ -463,7 +464,7 @@ def test_state_that_was_not_spread() -> None:
         (partial(one_bit_adam, learning_rate=0.1, warmup_steps=1), {"bits": 32}),
     ],
 )
-def test_state_that_was_made_without_error_feedback(make: Any, without: dict[str, Any]) -> None:
+def test_state_without_error_feedback(make: Any, without: dict[str, Any]) -> None:
     params = {"a": ROWS[0]}
     state = make("d", mesh=MESH, **without).init(params)
     step = cases.program_of(make("d", mesh=MESH), params, MESH)
@@ -481,13 +482,13 @@ def test_outside_of_any_shard_map() -> None:
     ("knobs", "error"),
     [({"bits": 9}, ValueError), ({"key": 7}, TypeError), ({"no_such_knob": 1}, TypeError)],
 )
-def test_bad_knobs_are_refused_at_once(knobs: Any, error: type[Exception]) -> None:
+def test_bad_knobs_raise_immediately(knobs: Any, error: type[Exception]) -> None:
     with pytest.raises(error):
         average(**knobs)
 
 
 @one_process
-def test_optax_is_needed_here_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_optimizers_need_optax(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "optax", None)
     for call in (average, lambda: state_specs(None, WEIGHTS, "d")):  # type: ignore[arg-type]
         with pytest.raises(ImportError, match="needs optax: pip install optax"):

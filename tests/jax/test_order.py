@@ -1,4 +1,4 @@
-"""Order does not matter: many calls that XLA starts as it likes, on the devices of one process."""
+"""Many calls that XLA starts in any order, on the devices of one process."""
 
 import concurrent.futures
 import functools
@@ -32,7 +32,7 @@ def case() -> tuple[Values, Values]:
 
 @functools.cache
 def step_of(program: str) -> Any:
-    """Return a program that is compiled once for all tests here."""
+    """Return a program compiled once for all tests of this file."""
     return on_mesh(mesh_of((8,), ("d",)), PROGRAMS[program])
 
 
@@ -71,9 +71,9 @@ def test_launches_queue_up_behind_each_other(case: tuple[Values, Values]) -> Non
     ids=["one_function", "own_functions"],
 )
 def test_launches_from_several_threads(programs: list[str]) -> None:
-    """In one process runs have names of their own, so threads need no agreement.
+    """Check that threads of one process need no agreement: runs have separate names.
 
-    Each has values of its own: calls that took another thread's would give wrong results.
+    Each thread has different values, so a call matched with another thread's gives a wrong result.
     """
     inputs = order_inputs(8)[..., :16384]
     want = order_expected(inputs)

@@ -1,4 +1,4 @@
-"""psum_q(fuse=plan): a message for each group of a plan, and the bits that no grouping changes."""
+"""psum_q(fuse=plan): one message per group of a plan; grouping changes no bits."""
 
 import re
 import threading
@@ -34,7 +34,7 @@ def tree_of(seed: int) -> Any:
     return jax.tree.map(leaf, SHAPES, is_leaf=lambda x: isinstance(x, tuple))
 
 
-def test_a_plan_knows_leaves_by_the_names_of_rules() -> None:
+def test_plan_names_leaves_as_rules_do() -> None:
     tree = jax.tree.map(lambda x: x[0], tree_of(0))
     assert numels_of(tree) == dict(zip(NAMES, PLAN.numels, strict=True))
     assert numels_of(jax.eval_shape(lambda: tree)) == numels_of(tree)
@@ -45,7 +45,7 @@ def test_a_plan_knows_leaves_by_the_names_of_rules() -> None:
     assert planned.order == [3, 2, 1, 0]
 
 
-def test_groups_are_messages_and_change_no_bits() -> None:
+def test_groups_are_messages_with_equal_bits() -> None:
     tree, key = tree_of(10), jax.random.key(3)
 
     def body(fuse: Any) -> Any:
@@ -72,7 +72,7 @@ def test_bits_of_a_plan_are_rules() -> None:
     assert error["layers"][0] < 1e-4 < 0.01 < error["layers"][1]
 
 
-def test_optax_takes_a_plan() -> None:
+def test_optax_accepts_a_plan() -> None:
     pytest.importorskip("optax")
     tree = tree_of(30)
     mesh = mesh_of((2,), ("d",))
@@ -100,7 +100,7 @@ def test_optax_takes_a_plan() -> None:
         ),
     ],
 )
-def test_a_plan_of_another_tree_is_refused(other: Plan, says: str) -> None:
+def test_plan_of_another_tree_raises(other: Plan, says: str) -> None:
     step = on_mesh(mesh_of((2,), ("d",)), lambda t: psum_q(t, "d", fuse=other))
     with pytest.raises(ValueError, match=f"psum_q: the plan was made for another tree:.*{says}"):
         step(tree_of(0))
@@ -112,8 +112,8 @@ def test_fuse_is_a_bool_or_a_plan() -> None:
         step(tree_of(0))
 
 
-def test_without_a_plan_large_trees_are_messages_of_4_mib() -> None:
-    """About that, the last leaves first; a small tree is one message."""
+def test_messages_of_4_mib_without_a_plan() -> None:
+    """Expect messages of about 4 MiB, last leaves first, and one message for a small tree."""
 
     def messages(*sizes: int) -> list[list[int]]:
         leaves = [jax.ShapeDtypeStruct((2, size << 17), jnp.float32) for size in sizes]  # 512 KiB
@@ -129,7 +129,7 @@ def test_without_a_plan_large_trees_are_messages_of_4_mib() -> None:
     assert messages(30, 1, 1) == [[1, 1], [30]]
 
 
-def test_some_of_the_processes_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_agree_among_some_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     own = threading.local()
     monkeypatch.setattr("cgx_ops.jax._src.collectives.plans.world", lambda: own.world)
     other = replace(PLAN, bits=(4, 8, 32, 4))
@@ -159,7 +159,7 @@ def test_estimated_ready_times_follow_the_order_of_use() -> None:
 
 
 @pytest.mark.slow
-def test_processes_with_different_plans_hear_of_it_when_they_compile() -> None:
+def test_different_plans_raise_at_compilation() -> None:
     for output in mpirun(2, "run_jax_plan.py", env={"CGX_TIMEOUT": "60"}, timeout=100):
         compiled, agreed, sums = output.splitlines()[-3:]
         for line in (compiled, agreed):

@@ -1,6 +1,6 @@
-"""power_sgd: steps against the reference, what is given up, states, checkpoints, bad input.
+"""power_sgd: steps against the reference, conservation, states, checkpoints, bad input.
 
-The gradients here are the device's rows of the batch, whatever the weights are.
+The gradients here are the device's rows of the batch, independent of the weights.
 """
 
 from pathlib import Path
@@ -38,7 +38,8 @@ MATRICES = {"a": (24, 20), "conv": (36, 16)}
 MESH = mesh_with(N)
 WEIGHTS = {name: normal(0, *shape) for name, shape in SHAPES.items()}
 ROWS = {name: normal(1, STEPS, N, *shape) for name, shape in SHAPES.items()}
-U = {"float32": 0.0, "bfloat16": 2.0**-9, "float16": 2.0**-11}  # what a result rounds besides
+# additional rounding error of a result
+U = {"float32": 0.0, "bfloat16": 2.0**-9, "float16": 2.0**-11}
 
 
 def at(step: int, rows: Any = ROWS) -> Any:
@@ -74,8 +75,8 @@ def test_steps_with_donated_state(rank: int, check_vma: bool) -> None:
                 assert np.abs(mean - rows.mean(0, np.float64)).max() <= 1e-6
                 continue
             want = references[name].step(rows.reshape(N, *MATRICES[name]))
-            # As in float64 but for the rounding of products of at most 36 terms, of matrices
-            # whose singular values are less than 100 times apart.
+            # As in float64 up to the rounding of products of at most 36 terms; the matrices'
+            # singular values differ by a factor below 100.
             close = (
                 100
                 * 36
@@ -134,7 +135,7 @@ KNOBS: dict[str, dict[str, Any]] = {
         ),
     ],
 )
-def test_nothing_is_given_up(how: str, dtype: str) -> None:
+def test_conservation(how: str, dtype: str) -> None:
     optimizer = power_sgd("d", rank=2, mesh=MESH, **with_config(**KNOBS[how]))
     weights = {name: jnp.asarray(x, dtype) for name, x in WEIGHTS.items()}
     step, state = program_of(optimizer, weights, MESH), placed(optimizer, weights, MESH)
@@ -159,8 +160,8 @@ def test_nothing_is_given_up(how: str, dtype: str) -> None:
     assert (state.residual["small"] is not None) == (how == "topk")
 
 
-def test_zeros_and_what_is_not_finite() -> None:
-    """No NaN of zeros, which tell nothing; one device's NaN is all of its leaf's average, once."""
+def test_zeros_and_nan() -> None:
+    """Check that zeros give no NaN, and one device's NaN fills its leaf's average once."""
     optimizer = power_sgd("d", bits=32, rank=2, mesh=MESH)
     step, state = program_of(optimizer, WEIGHTS, MESH), placed(optimizer, WEIGHTS, MESH)
     zeros = jax.tree.map(np.zeros_like, at(0))
@@ -189,14 +190,14 @@ def test_exact_at_the_start() -> None:
 
 
 def matrix_of_all(rows: Any, device: int) -> Any:
-    """Return a device's leaves, in the tree's order, as one matrix; zeros at its end."""
+    """Return a device's leaves as one matrix, in the tree's order, padded with zeros."""
     flat = np.concatenate([rows[name][device].ravel() for name in sorted(rows)])
     side = int(np.ceil(np.sqrt(flat.size)))
     return np.pad(flat, (0, side * side - flat.size)).reshape(side, side)
 
 
 def test_all_leaves_as_one_matrix() -> None:
-    """Against the reference; the state goes through specs, donation and consolidation."""
+    """Compare with the reference; use specs, donation and consolidation."""
     optimizer = power_sgd(
         "d",
         rank=2,
@@ -213,9 +214,10 @@ def test_all_leaves_as_one_matrix() -> None:
     for i in range(STEPS):
         got, state = step(WEIGHTS, state, at(i))
         want = oracle.step([matrix_of_all(at(i), device) for device in range(N)])
-        oracle.residuals = [lost * inside for lost in oracle.residuals]  # no leaf has the rest
+        # the padding belongs to no leaf
+        oracle.residuals = [lost * inside for lost in oracle.residuals]
         kept = {name: fetch(jnp.copy(state.residual[name])) for name in SHAPES}
-        # As of single leaves, of products of `side` terms.
+        # As for single leaves, with products of `side` terms.
         close = 100 * side * 2.0**-24 * (np.abs(want).max() + np.abs(oracle.residuals).max())
         means = matrix_of_all({name: fetch(got[name])[None] for name in SHAPES}, 0)
         assert np.abs((means - want) * inside).max() <= close, i
@@ -232,7 +234,7 @@ def test_all_leaves_as_one_matrix() -> None:
 
 @pytest.mark.parametrize("batched", [False, True])
 def test_without_warm_start(batched: bool) -> None:
-    """Each step draws its Q: another one in every step, and the same ones in every run."""
+    """Check that Q differs in every step, and is the same in every run."""
     optimizer = power_sgd("d", bits=32, rank=2, batched=batched, warm_start=False, mesh=MESH)
     step = program_of(optimizer, WEIGHTS, MESH)
     found = []
@@ -240,7 +242,7 @@ def test_without_warm_start(batched: bool) -> None:
         state: Any = placed(optimizer, WEIGHTS, MESH)
         state = state._replace(residual=jax.tree.map(jnp.zeros_like, state.residual))
         for _ in range(2):
-            # The same gradients and no residuals: averages differ by what was drawn.
+            # With the same gradients and no residuals, averages differ because of Q.
             got, state = step(WEIGHTS, state, at(0))
             found.append(fetch(got["a"]))
             state = state._replace(residual=jax.tree.map(jnp.zeros_like, state.residual))
@@ -259,7 +261,7 @@ def test_two_messages_a_step() -> None:
 
 
 def test_checkpoint(tmp_path: Path) -> None:
-    """By orbax, in a chain: restored state lies where it lay, and goes on to the same bits."""
+    """Save by orbax, in a chain: arrays keep their sharding, training resumes bit for bit."""
     optimizer = optax.chain(power_sgd("d", bits=32, rank=2, mesh=MESH), optax.trace(0.9))
     specs = state_specs(optimizer, WEIGHTS, "d")
     assert specs[0].residual["a"] == P("d")
@@ -268,8 +270,8 @@ def test_checkpoint(tmp_path: Path) -> None:
     assert isinstance(again[0], PowerSGDState)
 
 
-def test_another_number_of_devices() -> None:
-    """What is pending, the mean of residuals, is what was pending; Q goes on."""
+def test_resume_on_other_device_count() -> None:
+    """Check that the pending correction (the mean of residuals) and Q are preserved."""
     optimizer = power_sgd("d", bits=32, rank=2, mesh=MESH)
     step, state = program_of(optimizer, WEIGHTS, MESH), placed(optimizer, WEIGHTS, MESH)
     for i in range(2):
@@ -288,14 +290,14 @@ def test_another_number_of_devices() -> None:
 
 @pytest.mark.parametrize("batched", [False, True])
 def test_parameters_with_none(batched: bool) -> None:
-    """As equinox.partition leaves them: None is no leaf, and changes no other's average."""
+    """Use None for frozen parameters, as equinox.partition does; other averages are unaffected."""
     optimizer = power_sgd("d", bits=32, rank=2, start=1, batched=batched, mesh=MESH)
     check_none_is_no_leaf(optimizer, WEIGHTS, at(0), MESH)
 
 
 @pytest.mark.parametrize("batched", [False, True])
 def test_no_parameters(batched: bool) -> None:
-    """A model all of whose weights are frozen: a step of nothing."""
+    """Take a step without any trainable weights."""
     optimizer = power_sgd("d", bits=32, rank=2, batched=batched, mesh=MESH)
     got, _ = program_of(optimizer, {}, MESH)({}, placed(optimizer, {}, MESH), {})
     assert got == {}
@@ -327,12 +329,12 @@ def test_bad_arguments(knobs: Any, words: str) -> None:
         power_sgd("d", mesh=MESH, **with_config(**knobs)).init(WEIGHTS)
 
 
-def test_numbers_of_numpys() -> None:
+def test_numpy_numbers() -> None:
     numbers: Any = {"rank": np.int64(2), "start": np.int32(1)}
     assert power_sgd("d", **numbers, min_compression_rate=np.float32(2))  # pyright: ignore[reportArgumentType]
 
 
-def test_knobs_that_there_are_not() -> None:
+def test_unknown_knobs() -> None:
     for knob in ("fuse", "residual"):
         with pytest.raises(TypeError, match=knob):
             power_sgd("d", **{knob: True})  # pyright: ignore[reportArgumentType]

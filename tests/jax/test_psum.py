@@ -1,4 +1,4 @@
-"""psum_q and pmean_q on eight devices: values, against the oracle to the bit."""
+"""psum_q and pmean_q on eight devices: values are bitwise equal to the oracle's."""
 
 import itertools
 from typing import Any
@@ -36,13 +36,13 @@ BF16 = ml_dtypes.bfloat16
 
 
 def check_rows(rows: Any, want: Any) -> None:
-    """Require that every device has the wanted bits."""
+    """Require that every device has the expected bits."""
     rows = np.asarray(rows)
     for row in rows:
         assert same_bits(row, want)
 
 
-# Each number of bits with each dtype every day, in a mode that takes turns.
+# Daily runs test each number of bits with each dtype, in alternating modes.
 @pytest.mark.parametrize(
     ("bits", "dtype", "check_vma"),
     [
@@ -80,7 +80,7 @@ def test_sizes_around_a_bucket(numel: int) -> None:
     check_rows(rows, expected(x))
 
 
-def test_auto_is_one_of_the_algorithms_that_no_order_can_change() -> None:
+def test_auto_selects_an_order_independent_algorithm() -> None:
     x = normal(3, 8, 20000)
     rows = np.asarray(on_mesh(mesh_of((8,), ("d",)), lambda v: psum_q(v, "d"))(x))
     candidates = [expected(x, algorithm="sra"), expected(x, algorithm="one_shot")]
@@ -130,7 +130,7 @@ def test_devices_may_have_different_keys() -> None:
         check_rows(rows, expected(x, seeds=[seed_of(key) for key in keys]))
 
 
-def test_another_key_is_another_noise_in_one_program() -> None:
+def test_another_key_gives_different_noise() -> None:
     x = normal(8, 8, 4096)
     program = on_mesh(
         mesh_of((8,), ("d",)),
@@ -141,7 +141,7 @@ def test_another_key_is_another_noise_in_one_program() -> None:
     assert same_bits(a, again)
 
 
-def test_pytree_leaves_are_compressed_by_themselves() -> None:
+def test_pytree_leaves_are_compressed_separately() -> None:
     tree = {"a": normal(9, 8, 700), "b": [normal(10, 8, 3, 40), normal(11, 8, 2, dtype=BF16)]}
     key = jax.random.key(5)
     program = on_mesh(mesh_of((8,), ("d",)), lambda t: psum_q(t, "d", key=key, config=SRA))
@@ -164,7 +164,7 @@ def test_python_scalars_are_arrays() -> None:
     assert np.asarray(program(np.zeros(8, np.float32))).tolist() == [20.0] * 8
 
 
-def test_nan_and_inf_are_not_hidden() -> None:
+def test_nan_and_inf_propagate() -> None:
     x = normal(13, 8, 2048)
     x[3, 700] = np.nan
     x[5, 1900] = np.inf
@@ -251,7 +251,7 @@ def test_eager_shard_map_and_closed_over_values() -> None:
     assert np.array_equal(np.asarray(closed(np.zeros((8, 1), np.float32)))[0], expected(same))
 
 
-def test_the_sum_of_checked_types_needs_no_cast() -> None:
+def test_checked_types_need_no_cast() -> None:
     x = normal(20, 8, 1000)
     mesh = mesh_of((8,), ("d",))
     program = jax.jit(
@@ -271,7 +271,7 @@ def test_the_sum_of_checked_types_needs_no_cast() -> None:
         )(spread(mesh, x, P("d")))
 
 
-def test_unused_results_still_meet_and_equal_calls_stay_two() -> None:
+def test_unused_results_and_equal_calls_are_kept() -> None:
     mesh = mesh_of((8,), ("d",))
 
     def body(v: jax.Array) -> jax.Array:

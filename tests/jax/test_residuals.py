@@ -1,9 +1,9 @@
-"""Error feedback: residuals in and out of psum_q and pmean_q, to the bit of the oracle.
+"""Error feedback: residuals of psum_q and pmean_q, bit for bit as the oracle's.
 
-1. values: algorithms, carriers, dtypes; nothing is given up
+1. values: algorithms, carriers, dtypes, conservation
 2. trees and shapes
 3. transformations and donation
-4. what is refused
+4. errors
 """
 
 from collections.abc import Callable
@@ -64,7 +64,7 @@ def oracle(x: Values, old: Values, **knobs: Any) -> tuple[Values, Values]:
 
 
 def check(got: Any, want: tuple[Values, Values]) -> None:
-    """Require the oracle's sum of every device, and the residual of each."""
+    """Require the oracle's sum on every device, and each device's residual."""
     sums, residuals = got
     assert all(same_bits(row, want[0]) for row in sums)
     assert all(map(same_bits, residuals, want[1]))
@@ -90,7 +90,9 @@ def test_equals_the_oracle(algorithm: Any, op: str, carrier: Any, check_vma: boo
     check(got, oracle(X, OLD, bits=2, op=op, algorithm=algorithm, seeds=[seed_of(key)] * 8))
 
 
-@pytest.mark.skipif(PROCESSES > 1, reason="there devices' values and residuals are summed apart")
+@pytest.mark.skipif(
+    PROCESSES > 1, reason="a process sums its devices' values and residuals separately"
+)
 @pytest.mark.parametrize("key", [None, jax.random.key(2)], ids=["nearest", "stochastic"])
 @both_carriers
 def test_equals_the_sum_of_both(carrier: Any, key: Any) -> None:
@@ -103,8 +105,8 @@ def test_equals_the_sum_of_both(carrier: Any, key: Any) -> None:
     assert same_bits(run(apart, X, OLD), run(together, X, OLD))
 
 
-def test_groups_that_differ_by_their_residuals_have_other_noise() -> None:
-    """Values that do not vary over "b", residuals that do: as the sum of both, which does."""
+def test_groups_with_different_residuals_have_different_noise() -> None:
+    """Use residuals that vary over "b" with values that do not: noise is that of their sum."""
     mesh, key = mesh_of((4, 2), ("a", "b")), jax.random.key(3)
 
     def body(x: jax.Array, old: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -162,7 +164,7 @@ def test_one_device_sends_nothing(check_vma: bool) -> None:
 
 @both_modes
 def test_vmap(check_vma: bool) -> None:
-    """Each example of values, of residuals or of keys is as if alone."""
+    """Check that each example of values, residuals or keys is computed as if alone."""
     x, old = normal(58, 8, 3, 600), normal(59, 8, 3, 600)
     sums, residuals = run(jax.vmap(q, in_axes=1, out_axes=1), x.swapaxes(1, 2), old.swapaxes(1, 2),
                           check_vma=check_vma)  # fmt: skip
@@ -184,7 +186,7 @@ def test_vmap(check_vma: bool) -> None:
 @both_modes
 @both_carriers
 def test_scan(carrier: Any, check_vma: bool) -> None:
-    """The residual is a loop's state, in one buffer."""
+    """Use the residual as a loop's state, in one buffer."""
     x = normal(60, 4, 8, 600)
 
     def body(rows: jax.Array, old: jax.Array) -> Any:
@@ -204,7 +206,7 @@ def test_scan(carrier: Any, check_vma: bool) -> None:
 
 @both_modes
 def test_derivatives_are_those_of_the_exact_sum_of_both(check_vma: bool) -> None:
-    """What is lost is constant."""
+    """Check that the quantization error counts as a constant."""
     t, u = normal(61, 8, 2000), normal(62, 8, 2000)
 
     def exact(x: jax.Array, old: jax.Array) -> Any:
@@ -243,14 +245,15 @@ def test_linear_transpose(check_vma: bool) -> None:
 
 @both_carriers
 def test_donated(carrier: Any) -> None:
-    """The new residual lies where the old one lay; without donation the old one stays."""
+    """Check that the new residual reuses the old one's memory if donated, and not otherwise."""
     mapped = jax.shard_map(
         lambda x, old: q(x, old, carrier=carrier), mesh=MESH, in_specs=P("d"),
         out_specs=(P(), P("d")),
     )  # fmt: skip
     x, want = spread(MESH, X, P("d")), oracle(X[:, None], OLD[:, None])
     for donated in ((), (1,)):
-        kept = spread(MESH, OLD, P("d"))  # JAX 0.11 keeps what numpy has seen, donated or not
+        # JAX 0.11 keeps arrays that numpy has accessed, donated or not
+        kept = spread(MESH, OLD, P("d"))
         total, residual = jax.jit(mapped, donate_argnums=donated)(x, kept)
         assert same_bits(total, want[0])
         assert same_bits(residual, want[1][:, 0])
@@ -277,12 +280,12 @@ def test_donated(carrier: Any) -> None:
     ],
     ids=["structure", "shape", "dtype"],
 )  # fmt: skip
-def test_residuals_unlike_x(residual: Any, error: type[Exception], message: str) -> None:
+def test_residuals_that_do_not_match_x(residual: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         run(lambda x: psum_q({"a": x}, "d", residual=residual({"a": x})), X)
 
 
-def test_who_takes_none() -> None:
+def test_calls_without_residuals() -> None:
     calls = {
         "compress_grads": lambda x, **more: compress_grads(x, "d", **more),
         "value_and_grad": lambda x, **more: value_and_grad(jnp.sum, "d", **more)(x),

@@ -1,7 +1,7 @@
-"""value_and_grad in plain jax.jit: over arrays with shardings, without a shard_map of the user's.
+"""value_and_grad in plain jax.jit: on sharded arrays, without the user's shard_map.
 
-Against jax.value_and_grad in the same jit, whose gradients XLA's partitioner reduces: exact knobs
-(bits=32) to rounding, 4 bits to the bits of pmean_q and psum_scatter_q.
+Compares with jax.value_and_grad in the same jit, whose gradients XLA's partitioner reduces: bits=32
+up to rounding, 4 bits bit for bit with pmean_q and psum_scatter_q.
 """
 
 from typing import Any
@@ -75,7 +75,7 @@ LAYOUTS = [
 
 @pytest.mark.parametrize(("data", "model", "specs"), LAYOUTS)
 @pytest.mark.parametrize("by", ["argument", "set_mesh"])
-def test_exact_gradients_are_the_partitioners(data: int, model: int, specs: Any, by: str) -> None:
+def test_exact_gradients_equal_the_partitioners(data: int, model: int, specs: Any, by: str) -> None:
     on = mesh(data, model)
     params, batch = placed(on, specs)
     given: dict[str, Any] = {"mesh": on} if by == "argument" else {}
@@ -88,7 +88,7 @@ def test_exact_gradients_are_the_partitioners(data: int, model: int, specs: Any,
         *map(jax.tree.leaves, (gradients, wanted, params)), strict=True
     ):
         # Sums of at most 128 products and 16 examples, in other orders: eps times their number
-        # times the largest gradient, generously.
+        # times the largest gradient is a generous bound.
         bound = float(144 * np.finfo(np.float32).eps * jnp.abs(leaf).max())
         np.testing.assert_allclose(ours_leaf, leaf, atol=bound)
         if specs is not MODEL_FIRST:
@@ -179,7 +179,7 @@ def test_arguments_may_be_counted_from_the_last(argnums: Any) -> None:
 
 
 def test_several_arguments_are_one_tree_as_in_a_shard_map() -> None:
-    """So equal gradients of two arguments have noise of their own; rules see both alike."""
+    """Check that equal gradients of two arguments get different noise, and rules apply to both."""
     on, key = mesh(4, 1), jax.random.key(3)
     both = {"dense": weights()["out"], "exact": weights()["out"]}
     knobs: dict[str, Any] = {
@@ -211,7 +211,7 @@ def test_several_arguments_are_one_tree_as_in_a_shard_map() -> None:
 
 
 def test_weights_sharded_over_one_data_axis_of_two() -> None:
-    """What the refusal of them tells to do: name that axis alone."""
+    """Check the remedy of the error: name only that axis."""
     on = mesh(2, 2)
     params, _ = placed(on, FSDP)
     ours = value_and_grad(loss_of, "data", in_specs=(FSDP, P(("model", "data"))), mesh=on, bits=32)
@@ -222,12 +222,12 @@ def test_weights_sharded_over_one_data_axis_of_two() -> None:
         np.testing.assert_allclose(leaf, exact, atol=bound)
 
 
-def test_plain_jit_without_specs_says_what_to_give() -> None:
+def test_plain_jit_without_specs_raises() -> None:
     with pytest.raises(NameError, match=r"in plain jax.jit use .* with in_specs"):
         jax.jit(value_and_grad(loss_of, "data"))(weights(), BATCHES)
 
 
-def test_refusals() -> None:
+def test_invalid_calls() -> None:
     on = mesh(2, 2)
     params, batch = placed(on, SHARED)
     with pytest.raises(ValueError, match="mesh is given without in_specs"):

@@ -48,7 +48,7 @@ def run(body: Callable[..., Any], *operands: Any, check_vma: bool = False) -> An
 
 @both_modes
 @pytest.mark.parametrize("reduce", [psum_q, pmean_q])
-def test_gradient_is_that_of_the_exact_sum(reduce: Any, check_vma: bool) -> None:
+def test_gradient_equals_that_of_the_exact_sum(reduce: Any, check_vma: bool) -> None:
     x, weight = normal(0, 8, 2000), normal(1, 8, 2000)
     exact = lax.psum if reduce is psum_q else lax.pmean
 
@@ -94,8 +94,8 @@ def test_jvp_and_vjp(check_vma: bool) -> None:
     assert np.isfinite(exact).all()
 
 
-def exact_twins(tiled: bool) -> dict[str, tuple[Any, Any]]:
-    """Return ours and JAX's own collectives, on arrays of which 8 divides the first dimension."""
+def pairs_with_exact(tiled: bool) -> dict[str, tuple[Any, Any]]:
+    """Return our collectives and JAX's own, for arrays whose first dimension is divisible by 8."""
     return {
         "psum_q": (q, lambda v: lax.psum(v, "d")),
         "pmean_q": (lambda v: pmean_q(v, "d"), lambda v: lax.pmean(v, "d")),
@@ -112,15 +112,15 @@ def exact_twins(tiled: bool) -> dict[str, tuple[Any, Any]]:
 
 @both_modes
 @pytest.mark.parametrize("tiled", [True, False])
-@pytest.mark.parametrize("name", exact_twins(True))
-def test_linear_transpose_is_that_of_the_exact_collective(
+@pytest.mark.parametrize("name", pairs_with_exact(True))
+def test_linear_transpose_equals_that_of_the_exact_collective(
     name: str, tiled: bool, check_vma: bool
 ) -> None:
-    ours, theirs = exact_twins(tiled)[name]
+    ours, theirs = pairs_with_exact(tiled)[name]
     x = normal(30, 8, 8, 300)
 
     def transposed(f: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array], jax.Array]:
-        # A cotangent of the result's own type, which depends on the device where that may.
+        # The cotangent has the result's own type, and varies over devices if possible.
         return lambda v: jax.linear_transpose(f, v)(jnp.cos(theirs(v)))[0]
 
     results = [run(transposed(f), x, check_vma=check_vma) for f in (ours, theirs)]
@@ -131,7 +131,7 @@ def test_linear_transpose_is_that_of_the_exact_collective(
 @both_modes
 @pytest.mark.parametrize("fuse", [True, False], ids=["one message", "several messages"])
 def test_linear_transpose_of_a_tree(fuse: bool, check_vma: bool) -> None:
-    """Leaves on which the function does not depend linearly, or whose results are not used."""
+    """Use leaves on which the function does not depend linearly, or whose results are not used."""
     x, y = normal(31, 8, 300), normal(32, 8, 400)
 
     def transposed(f: Any) -> Any:
@@ -149,7 +149,7 @@ def test_linear_transpose_of_a_tree(fuse: bool, check_vma: bool) -> None:
 
 
 def test_gradients_are_right_in_both_modes() -> None:
-    """At 32 bits the functions are what they say, so numbers can check their derivatives."""
+    """Check derivatives numerically at 32 bits, where the functions are exact."""
     x, mesh = normal(33, 8, 8, 20), mesh_of((8,), ("d",))
     bodies = {
         "psum": lambda v: psum_q(v, "d", bits=32),
@@ -161,7 +161,7 @@ def test_gradients_are_right_in_both_modes() -> None:
         check_grads(mapped, (x,), order=1, modes=("fwd", "rev"), atol=0.05, rtol=0.05)
 
 
-def test_no_gradient_where_nothing_depends_on_it() -> None:
+def test_no_gradient_without_dependence() -> None:
     x = normal(6, 8, 2000)
     gradient = run(jax.grad(lambda v: (v * 3).sum() + lax.stop_gradient(q(v)).sum()), x)
     assert (gradient == 3).all()
@@ -169,7 +169,7 @@ def test_no_gradient_where_nothing_depends_on_it() -> None:
 
 @both_modes
 def test_quantized_gradients_of_replicated_weights(check_vma: bool) -> None:
-    """The idiom of the documentation: differentiate a copy that varies, then sum compressed."""
+    """Test the idiom of the documentation: differentiate a varying copy, then sum compressed."""
     batch, weights = normal(7, 8, 2000), normal(8, 2000)
 
     def body(b: jax.Array) -> jax.Array:
@@ -201,16 +201,16 @@ def test_remat(policy: Any, check_vma: bool) -> None:
 
 @both_modes
 @pytest.mark.parametrize("dim", [0, 1, 2])
-def test_each_example_of_a_vmap_is_as_if_alone(dim: int, check_vma: bool) -> None:
-    x = normal(10, 8, 5, 20, 30)  # 600 elements an example: a bucket and a part of one
+def test_vmap_examples_are_independent(dim: int, check_vma: bool) -> None:
+    x = normal(10, 8, 5, 20, 30)  # 600 elements per example: a bucket and a part of one
     body = jax.vmap(q, in_axes=dim, out_axes=dim)
     y = run(body, np.moveaxis(x, 1, dim + 1), check_vma=check_vma)[0]
     for i in range(5):
         assert same_bits(np.moveaxis(y, dim, 0)[i], expected(x[:, i]))
 
 
-def test_auto_goes_by_the_example() -> None:
-    """64 examples of 600 elements: alone each is small, together they are not."""
+def test_auto_depends_on_example_size() -> None:
+    """Use 64 examples of 600 elements: each is small alone, all together are not."""
     x = normal(11, 8, 64, 600)
     batched = run(jax.vmap(lambda v: psum_q(v, "d")), x)
     alone = run(lambda v: psum_q(v[3], "d"), x)
@@ -256,8 +256,8 @@ def test_vmap_around_shard_map(check_vma: bool) -> None:
 
 
 @both_modes
-def test_examples_that_a_mesh_axis_spreads_have_their_own_noise(check_vma: bool) -> None:
-    """With spmd_axis_name they are those of the same vmap without."""
+def test_examples_spread_over_an_axis_have_different_noise(check_vma: bool) -> None:
+    """Check that spmd_axis_name gives the examples of the same vmap without it."""
     same, mesh = normal(20, 1, 4, 600).repeat(4, axis=0), mesh_of((2, 4), ("r", "d"))
     mapped = jax.shard_map(
         lambda v, key: psum_q(v[0], "d", key=key, bits=2),

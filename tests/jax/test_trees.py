@@ -1,4 +1,4 @@
-"""Trees in one message, scatter and gather: eight devices, to the bit of the oracle.
+"""Trees in one message, scatter and gather: eight devices, bit for bit as the oracle.
 
 1. one message for a tree: rules, names, dtypes
 2. psum_scatter_q and all_gather_q
@@ -39,7 +39,7 @@ both_modes = pytest.mark.parametrize(
 
 BF16 = ml_dtypes.bfloat16
 
-# Each dtype and each number of bits every day, but not each with each.
+# Daily runs test each dtype and each number of bits, but not each combination.
 each_dtype_and_bits = pytest.mark.parametrize(
     ("dtype", "bits"),
     [
@@ -56,7 +56,7 @@ def run(body: Callable[..., Any], *operands: Any, check_vma: bool = False) -> An
 
 
 def calls_in(body: Callable[..., Any], *operands: Any) -> int:
-    """Return how many of cgx's custom calls the compiled program has."""
+    """Return the number of cgx's custom calls in the compiled program."""
     text = on_mesh(mesh_of((8,), ("d",)), body).lower(*operands).compile().as_text()
     return text.count('custom_call_target="cgx_psum_q"')
 
@@ -79,7 +79,7 @@ def tree_of(seed: int) -> dict[str, Any]:
 @both_modes
 @pytest.mark.parametrize("fuse", [True, False])
 @pytest.mark.parametrize("op", ["sum", "avg"])
-def test_fused_or_not_the_same_bits(op: str, fuse: bool, check_vma: bool) -> None:
+def test_fusion_changes_no_bits(op: str, fuse: bool, check_vma: bool) -> None:
     tree, key = tree_of(0), jax.random.key(5)
     rules = Rules([("bias|norm", 32), ("kernel", 2)], exact_vectors=False)
     reduce = psum_q if op == "sum" else pmean_q
@@ -101,8 +101,8 @@ def test_one_custom_call_for_each_dtype() -> None:
     assert calls_in(lambda t: psum_q(t, "d", fuse=False), tree) == 4
 
 
-def test_auto_goes_by_the_whole_message() -> None:
-    """Leaves that are small alone are not, together; in any case all devices agree."""
+def test_auto_depends_on_message_size() -> None:
+    """Check that leaves that are small alone are large together, and all devices agree."""
     tree = [normal(20 + i, 8, 3000) for i in range(20)]
     fused = run(lambda t: psum_q(t, "d"), tree)
     for x, got in zip(tree, fused, strict=True):
@@ -114,7 +114,7 @@ def test_auto_goes_by_the_whole_message() -> None:
 
 @both_modes
 def test_vmap_of_a_tree_and_its_gradient(check_vma: bool) -> None:
-    """Only one leaf has examples; the other is summed once."""
+    """Use examples in one leaf only; the other leaf is summed once."""
     a, b = normal(30, 8, 3, 600), normal(31, 8, 700)
 
     def both(u: jax.Array, v: jax.Array) -> Any:
@@ -139,7 +139,7 @@ def test_vmap_of_a_tree_and_its_gradient(check_vma: bool) -> None:
         assert np.allclose(x, y, rtol=1e-4, atol=1e-5)
 
 
-def test_of_rules_that_name_one_leaf_the_first_counts() -> None:
+def test_first_matching_rule_wins() -> None:
     x = normal(29, 8, 700)
     got = run(
         lambda v: psum_q(
@@ -154,8 +154,8 @@ def test_of_rules_that_name_one_leaf_the_first_counts() -> None:
     assert same_bits(got["ab"], alone["ab"])
 
 
-def test_vectors_are_exact_where_rules_are_given() -> None:
-    """By default; a call without rules compresses every leaf."""
+def test_vectors_are_exact_with_rules() -> None:
+    """Check the default of rules; a call without rules compresses every leaf."""
     x = {"matrix": normal(29, 8, 30, 20), "vector": normal(30, 8, 600)}
     got = run(lambda t: psum_q(t, "d", bits=2, rules=Rules(), config=SRA), x)
     alone = run(lambda t: psum_q(t, "d", bits=2, config=SRA), x)
@@ -165,7 +165,7 @@ def test_vectors_are_exact_where_rules_are_given() -> None:
     assert not same_bits(got["vector"], alone["vector"])
 
 
-def test_what_is_not_rules() -> None:
+def test_invalid_rules() -> None:
     wrong: list[Any] = [{"bias": 4}, [("bias", 4)], 4]
     for rules in wrong:
         with pytest.raises(TypeError, match=r"psum_q: rules is .*; give cgx_ops\.Rules"):
@@ -201,7 +201,7 @@ def test_gather(bits: int, dtype: Any, check_vma: bool) -> None:
 @pytest.mark.parametrize("tiled", [True, False])
 @pytest.mark.parametrize("dimension", [0, 1, -1])
 def test_shapes_are_those_of_lax(dimension: int, tiled: bool, check_vma: bool) -> None:
-    """In 32 bits also the values are: to the order of fp32 sums, 8 terms of size 5 at most."""
+    """In 32 bits compare values too, up to the order of fp32 sums of 8 terms of size 5 at most."""
     shape = [6, 5, 4]
     shape[dimension] = 16 if tiled else 8
     x, y = normal(42, 8, *shape), normal(43, 8, 6, 5, 4)
@@ -250,7 +250,7 @@ def test_small_and_empty_blocks() -> None:
         assert run(lambda v: all_gather_q(v[0], "d"), x).shape == (8, 8, n)
 
 
-def test_what_cannot_be_cut() -> None:
+def test_indivisible_messages() -> None:
     x = normal(47, 8, 12, 5)
     with pytest.raises(ValueError, match=r"dimension 0 of .12, 5. has size 12.*it must be 8"):
         run(lambda v: psum_scatter_q(v, "d"), x)

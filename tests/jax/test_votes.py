@@ -1,4 +1,4 @@
-"""Votes (compressor="sign") in every call of JAX, to the bit of the numpy collectives."""
+"""Votes (compressor="sign") in every call of JAX, bit for bit as the numpy collectives."""
 
 import functools
 from typing import Any
@@ -34,8 +34,8 @@ pytestmark = [
 
 @one_process
 @both_carriers
-def test_a_vote_of_one(carrier: Any) -> None:
-    """One device alone sends nothing, and votes too."""
+def test_single_voter(carrier: Any) -> None:
+    """Check that a single device votes too, without sending anything."""
     mesh = mesh_of((N, 1), ("d", "one"), MESH.devices.flat)
     x = {"long": X, "short": X[:, :3]}
     for reduce in (psum_q, pmean_q):
@@ -47,7 +47,7 @@ def test_a_vote_of_one(carrier: Any) -> None:
 
 
 def voters(dtype: Any, *shape: int) -> Any:
-    """Values near which the votes differ: ties, both zeros, the smallest ones, buckets of NaN."""
+    """Return special cases of votes: ties, both zeros, the smallest values, buckets of NaN."""
     x = normal(86, N, *shape).astype(dtype)
     tiny = np.finfo(dtype).smallest_subnormal
     x[..., :8] = np.array([0, -0.0, tiny, -tiny, 1, -1, 1, -1])
@@ -62,7 +62,7 @@ def voters(dtype: Any, *shape: int) -> Any:
 def test_every_device_votes(
     carrier: Any, dtype: Any, most_in_half: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where a process has several, whose counts travel in 16 bits, or else exact."""
+    """Use several devices per process, too: counts are sent in 16 bits, or exactly."""
     monkeypatch.setattr(votes, "_MOST_IN_HALF", most_in_half)
     x = voters(dtype, 3, 2100)
     for op, reduce in (("sum", psum_q), ("avg", pmean_q)):
@@ -79,7 +79,7 @@ def test_every_device_votes(
 
 @both_carriers
 def test_votes_beside_other_leaves(carrier: Any) -> None:
-    """A tree whose leaves have compressors of their own, and residuals where there are any."""
+    """Use a tree with a different compressor for each leaf, and residuals where needed."""
     x, old = {"vote": voters(np.float32, 2100), "other": X}, {"vote": None, "other": OLD}
     rules = Rules([("vote", {"compressor": "sign"})], exact_vectors=False)
 

@@ -1,4 +1,4 @@
-"""Likely mistakes that JAX programs are warned of, once, while they are traced."""
+"""Warnings about likely mistakes in JAX programs, shown once, while they are traced."""
 
 import warnings
 from collections.abc import Callable
@@ -87,14 +87,14 @@ OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("caller", CALLS)
-def test_rules_without_a_leaf_are_named_by_calls(caller: str) -> None:
+def test_calls_warn_of_unmatched_rules(caller: str) -> None:
     seen = warned(CALLS[caller])
     check_rules(caller, seen)
     assert {each.filename for each in seen} == {__file__}, "shown at the user's line"
 
 
 @pytest.mark.parametrize("caller", OPTIMIZERS)
-def test_rules_without_a_leaf_are_named_by_optimizers(caller: str) -> None:
+def test_optimizers_warn_of_unmatched_rules(caller: str) -> None:
     pytest.importorskip("optax")
     make, more = OPTIMIZERS[caller]
     optimizer = make(("a", "b"), rules=RULES, mesh=MESH, **more)
@@ -109,7 +109,7 @@ def test_rules_without_a_leaf_are_named_by_optimizers(caller: str) -> None:
     assert not warned(lambda: in_mesh(lambda w: step(w), WEIGHTS)), "shown once"
 
 
-def test_rules_without_a_leaf_are_named_by_outer_loops() -> None:
+def test_outer_loops_warn_of_unmatched_rules() -> None:
     pytest.importorskip("optax")
     loop = diloco(("a", "b"), sync_every=2, rules=RULES, mesh=MESH)
     check_rules("diloco", warned(lambda: loop.init(WEIGHTS)))
@@ -124,7 +124,7 @@ def check_rules(caller: str, seen: list[warnings.WarningMessage]) -> None:
     ]
 
 
-def test_an_array_without_a_name_has_no_nearest_names() -> None:
+def test_no_nearest_names_without_leaf_names() -> None:
     (seen,) = warned(
         lambda: allreduce_q(
             np.ones(50, np.float32), rules=Rules([("bias", 32)], exact_vectors=False)
@@ -133,8 +133,8 @@ def test_an_array_without_a_name_has_no_nearest_names() -> None:
     assert str(seen.message).endswith("Nearest names: none, the parameters have no names")
 
 
-def test_rules_that_match_are_silent() -> None:
-    """Also where a step sends parts of the tree, and where a plan makes the rules."""
+def test_matching_rules_do_not_warn() -> None:
+    """Also send parts of the tree, and use rules made from a plan."""
     optax = pytest.importorskip("optax")
     numels = numels_of(WEIGHTS)
     costs = planner.Costs(*[1e-6] * len(planner.Costs.__dataclass_fields__))
@@ -157,7 +157,7 @@ def test_rules_that_match_are_silent() -> None:
 
 
 @pytest.mark.parametrize("reduce", [psum_q, pmean_q])
-def test_gradients_that_jax_has_summed_are_named(reduce: Any) -> None:
+def test_warns_of_gradients_summed_by_jax(reduce: Any) -> None:
     def step(weights: Any, batch: Any) -> Any:
         return reduce(jax.grad(loss_of)(weights, batch), ("a", "b"), bits=8)
 
@@ -168,13 +168,13 @@ def test_gradients_that_jax_has_summed_are_named(reduce: Any) -> None:
     assert text.startswith(f"{reduce.__name__}: {where}"), text
     assert "cgx_ops.jax.compress_grads" in text, text
     assert seen.filename == __file__
-    # Equal values have no quantization error: what lax.psum and lax.pmean give.
+    # Equal values have no quantization error, so the results are those of lax.psum and lax.pmean.
     times = 8 if reduce is psum_q else 1
     assert (np.asarray(results[0]["layers"][0]["bias"]) == 8 * times).all()
     assert not warned(lambda: in_mesh(lambda w, x: step(w, 2 * x), WEIGHTS, BATCH)), "shown once"
 
 
-def test_scattered_gradients_that_jax_has_summed_are_named() -> None:
+def test_warns_of_scattered_gradients_summed_by_jax() -> None:
     def step(weights: Any, batch: Any) -> Any:
         gradients = jax.grad(loss_of)(weights, batch)
         own = psum_scatter_q(gradients, ("a", "b"), tiled=True)
@@ -184,7 +184,7 @@ def test_scattered_gradients_that_jax_has_summed_are_named() -> None:
     assert str(seen.message).startswith("psum_scatter_q: x['layers'][0]['bias'] is the same on all")
 
 
-def test_only_the_axes_without_a_difference_are_named() -> None:
+def test_warning_names_only_axes_with_equal_values() -> None:
     def body(x: Any) -> Any:
         return pmean_q(lax.pcast(x, "a", to="varying"), ("a", "b"))
 
@@ -192,7 +192,7 @@ def test_only_the_axes_without_a_difference_are_named() -> None:
     assert "x is the same on all devices of ['b']" in str(seen.message)
 
 
-def test_uses_that_are_right_are_silent() -> None:
+def test_correct_uses_do_not_warn() -> None:
     pytest.importorskip("optax")
 
     def step(weights: Any, batch: Any) -> Any:
@@ -210,7 +210,7 @@ def test_uses_that_are_right_are_silent() -> None:
     assert not warned(lambda: in_mesh(step, WEIGHTS, BATCH))
 
 
-def test_axes_of_one_device_are_silent() -> None:
+def test_axes_of_one_device_do_not_warn() -> None:
     mesh = mesh_of((8, 1), ("a", "one"))
     mapped = jax.shard_map(
         lambda x: pmean_q(lax.pcast(x, "a", to="varying"), ("a", "one")),
@@ -219,6 +219,6 @@ def test_axes_of_one_device_are_silent() -> None:
     assert not warned(lambda: jax.jit(mapped)(np.ones(64, np.float32)))
 
 
-def test_unchecked_types_hide_it() -> None:
+def test_unchecked_types_do_not_warn() -> None:
     body = lambda w, x: pmean_q(jax.grad(loss_of)(w, x), ("a", "b"))  # noqa: E731
     assert not warned(lambda: in_mesh(body, WEIGHTS, BATCH, checked=False))

@@ -164,7 +164,7 @@ def conserved(size: int, numel: int, op: Any, config: Config) -> None:
         }
     ),
 )
-def test_nothing_is_given_up(
+def test_conservation(
     size: int, numel: int, algorithm: Any, op: Any, knobs: dict[str, Any]
 ) -> None:
     """Over 50 steps: the inputs are the results (as sums) and the last residuals."""

@@ -61,7 +61,7 @@ def test_a_rank_keeps_what_its_encodings_lose(size: int) -> None:
 @pytest.mark.parametrize("config", SLICED, ids=name_of)
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("op", ["sum", "avg"])
-def test_nothing_is_given_up(op: Any, size: int, config: Config) -> None:
+def test_conservation(op: Any, size: int, config: Config) -> None:
     """Over 50 steps: the inputs are the results (as sums) and the last residuals."""
     steps = 50
 

@@ -76,7 +76,7 @@ def test_ranks_that_disagree(mine: dict[str, Any], yours: dict[str, Any]) -> Non
             assert str(value).removeprefix("torch.") in text, text
 
 
-def test_a_rank_that_never_calls() -> None:
+def test_missing_rank() -> None:
     comms = Communicator.local(2, timeout=1)
     started = time.monotonic()
     with pytest.raises(errors.DeadlineExceeded, match="1"):
