@@ -99,7 +99,7 @@ class Arrivals:
                 DistributedDataParallel rebuilds its buckets.
 
         Returns:
-            For each parameter of `numels`, seconds since the start of backward: the median over
+            For each parameter of `numels`, seconds since the start of backward, as the median over
             steps and the maximum over ranks. The input of `Plan.of`.
 
         Raises:

@@ -97,7 +97,7 @@ def all_reduce(
             collectives of the process group, for example gloo.
 
     Returns:
-        A new tensor with the shape and dtype of `x`. With a residual: a tuple of this tensor and
+        A new tensor with the shape and dtype of `x`. With a residual, a tuple of this tensor and
         the new residual.
 
     Raises:
@@ -192,8 +192,8 @@ def reduce_scatter(
         name: identifies the call across ranks. Needed only if several threads start collectives.
 
     Returns:
-        A tensor of shape (x.shape[0] / ranks, *x.shape[1:]). With a residual: a tuple of this
-        tensor and the new residual, which has the shape of `x`.
+        A tensor whose first dimension is `x.shape[0] / ranks`; the others are those of `x`. With a
+        residual, a tuple of this tensor and the new residual, which has the shape of `x`.
 
     Raises:
         ValueError: `op`, a field of the config or the group is invalid, the residual has another
@@ -248,7 +248,8 @@ def all_gather(
         name: identifies the call across ranks. Needed only if several threads start collectives.
 
     Returns:
-        A tensor of shape (ranks * x.shape[0], *x.shape[1:]); (ranks,) if `x` is a scalar.
+        A tensor whose first dimension is `ranks * x.shape[0]`; the others are those of `x`. For a
+        scalar `x`, a tensor of `ranks` elements.
 
     Raises:
         ValueError: a field of the config or the group is invalid.

@@ -254,7 +254,7 @@ class PowerSGDState(HookState):
         """Return the compression rate so far.
 
         Returns:
-            A tuple: the rate (0 before the first step), the number of gradient elements, and the
+            A tuple of the rate (0 before the first step), the number of gradient elements, and the
             number of sent elements.
         """
         before, after = self.total_numel_before_compression, self.total_numel_after_compression
