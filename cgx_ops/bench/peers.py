@@ -1,12 +1,12 @@
-"""The contenders of an allreduce of fp32 values: what a user would take instead, and cgx.
+"""The contenders of a float32 allreduce: other libraries' ways, and cgx_ops.
 
-PEERS lists the others. Each is set up as its users would: buffers are there before, hooks of
-DistributedDataParallel get a bucket as DDP fills it, and what overwrites its input gets it back
-before each batch. Frameworks are imported by those that need them.
+PEERS lists the other ways. Each one is set up as its users would: buffers exist before the call,
+hooks of DistributedDataParallel get a bucket as DDP fills it, and calls that overwrite their input
+get it back before each batch. A framework is imported only if it is measured.
 
-All are made of `x`, this rank's values (fp32, flat), and may overwrite `out`, an array like it that
-they share, so that memory grows with the ranks and not with the contenders. What averages, as
-torch's hooks do, is compared as a sum.
+All contenders are built from `x`, this rank's values (float32, flat). They may overwrite `out`, an
+array of the same shape that they share, so that memory does not grow with their number. The
+average that torch's hooks return is converted to a sum before the comparison.
 """
 
 import datetime
@@ -44,8 +44,8 @@ class MpiRanks:
 
         self.comm, self._max = comm, MPI.MAX
 
-    def meet(self) -> None:
-        """Return once every rank has called."""
+    def barrier(self) -> None:
+        """Return once all ranks have called it."""
         self.comm.Barrier()
 
     def slowest(self, seconds: float) -> float:
@@ -58,10 +58,10 @@ class Contender:
     """An allreduce that is ready to run.
 
     Attributes:
-        call: one allreduce; returns when the result is there.
-        result: copies the sum that the last call found.
-        wire_bytes: of this rank's tensor as it travels.
-        prepare: restores what call() overwrote.
+        call: One allreduce; returns when the result is complete.
+        result: Copies the sum of the last call.
+        wire_bytes: Encoded bytes of this rank's tensor.
+        prepare: Restores the input that call() overwrote.
     """
 
     call: Callable[[], object]
@@ -72,13 +72,13 @@ class Contender:
 
 @dataclass(frozen=True)
 class Peer:
-    """How a contender is made.
+    """How to build a contender.
 
     Attributes:
-        description: for the command's help.
-        needs: the module whose import fails where it cannot run, "" for none.
-        exact: whether it sums fp32 values as they are.
-        build: called with x and out, on all ranks.
+        description: Text for the command's help.
+        needs: Module that must be importable; "" for none.
+        exact: Whether it sums float32 values exactly.
+        build: Builds the contender from x and out, on all ranks.
     """
 
     description: str
@@ -97,7 +97,7 @@ def _mpi(x: Array, out: Array) -> Contender:
 
 
 def _numpy(x: Array, _out: Array, bits: int = 4, bucket: int = 512) -> Contender:
-    """Quantize in numpy, gather all ranks' bytes, decode and add in numpy."""
+    """Quantize in numpy, gather the bytes of all ranks, decode and add in numpy."""
     from mpi4py import MPI
 
     world, levels = MPI.COMM_WORLD, 2**bits - 1
@@ -129,7 +129,7 @@ def _numpy(x: Array, _out: Array, bits: int = 4, bucket: int = 512) -> Contender
 
 @functools.cache
 def _gloo_group() -> Any:
-    """Return torch.distributed, over gloo, of all ranks."""
+    """Return torch.distributed with a gloo group of all ranks."""
     import torch
     import torch.distributed as dist
     from mpi4py import MPI
@@ -161,7 +161,7 @@ def _gloo(x: Array, out: Array) -> Contender:
 
 @dataclass
 class _Bucket:
-    """All that hooks ask of DDP's GradBucket, which Python cannot construct: one matrix."""
+    """The attributes of DDP's GradBucket that hooks use, for one matrix."""
 
     values: "torch.Tensor"
     shape: tuple[int, int]
@@ -203,7 +203,7 @@ def _hook(
 
 
 def _matrix(numel: int) -> tuple[int, int]:
-    """Return the shape closest to a square: a layer's weights."""
+    """Return the most square shape with so many values, like the weights of a layer."""
     rows = next(rows for rows in range(math.isqrt(numel), 0, -1) if numel % rows == 0)
     return rows, numel // rows
 
@@ -247,10 +247,10 @@ def _pertensor(x: Array, out: Array) -> Contender:
 
 @functools.cache
 def quantization_hooks() -> Any:
-    """Return torch's module of these hooks, made to run over gloo.
+    """Return torch's module of these hooks, patched to run over gloo.
 
-    They read all_gather's future as NCCL fills it, one list per input; gloo's holds the list alone,
-    and the hooks fail on it with an IndexError.
+    The hooks expect all_gather's future to hold one list per input, as with NCCL. gloo's future
+    holds the list itself, and the hooks would fail with an IndexError.
     """
     import torch.distributed as dist
     from torch.distributed.algorithms.ddp_comm_hooks import quantization_hooks
@@ -269,7 +269,7 @@ def quantization_hooks() -> Any:
 
 @functools.cache
 def _jax_mesh() -> Any:
-    """Return a mesh of one CPU device per rank."""
+    """Return a mesh with one CPU device per rank."""
     import jax
 
     from cgx_ops.jax import initialize
@@ -311,12 +311,14 @@ PEERS = {
     "bf16": Peer("DDP's bf16_compress_hook over gloo", "torch", False, _bf16),
     "powersgd": Peer("DDP's powerSGD_hook, rank 4, over gloo", "torch", False, _powersgd),
     "pertensor": Peer("DDP's quantization_pertensor_hook over gloo", "torch", False, _pertensor),
-    "numpy": Peer("4 bits in numpy, gathered by mpi4py: what one writes first", "", False, _numpy),
+    "numpy": Peer(
+        "4 bits in numpy, gathered by mpi4py: a simple implementation", "", False, _numpy
+    ),
 }
 
 
 def cgx(x: Array, out: Array, config: Config) -> Contender:
-    """Return cgx_ops.allreduce() among all ranks of the world."""
+    """Return the contender cgx_ops.allreduce() among all ranks."""
     return Contender(
         lambda: cgx_ops.allreduce(x, config=config, out=out),
         out.copy,
@@ -325,9 +327,9 @@ def cgx(x: Array, out: Array, config: Config) -> Contender:
 
 
 def cgx_name(config: Config) -> str:
-    """Return the contender's name, another for each config that sends otherwise.
+    """Return the contender's name; configs that send differently have different names.
 
-    "cgx 4 nearest", "cgx 32", "cgx auto", "cgx levels 2", "cgx topk density=0.01".
+    Examples: "cgx 4 nearest", "cgx 32", "cgx levels 2", "cgx topk density=0.01".
     """
     own = {
         field.name: value
@@ -336,7 +338,7 @@ def cgx_name(config: Config) -> str:
     }
     if "compressor" not in own:
         own["bits"] = config.bits
-    if config.bits == EXACT:  # nothing is rounded
+    if config.bits == EXACT:  # exact values are not rounded
         own.pop("rounding", None)
     known = [str(own.pop(name)) for name in ("compressor", "bits", "rounding") if name in own]
     return " ".join(["cgx", *known, *(f"{name}={value}" for name, value in own.items())])

@@ -1,7 +1,7 @@
-"""What a benchmark found: where and when, its numbers for machines, its tables for people.
+"""A benchmark's report: settings, results for programs, and tables for people.
 
-A Report is one JSON file. It carries its tables with it, so that whoever collects reports can show
-them without knowing what was measured.
+A Report is one JSON file. It contains its tables, so that other programs can show them without
+knowledge of the benchmark.
 """
 
 import json
@@ -22,15 +22,15 @@ from cgx_ops._core.versions import versions
 
 @dataclass(frozen=True)
 class Report:
-    """A benchmark's findings.
+    """The results of a benchmark.
 
     Attributes:
-        part: which benchmark.
-        settings: of this run: ranks, hosts, link, transport and the like.
-        results: one record of plain values per measurement; units are in the names.
-        tables: the same for people.
-        machine: where, when and with which versions; filled in if it is not given.
-        command: that made it; filled in too.
+        part: Name of the benchmark.
+        settings: Settings of this run: ranks, hosts, link, transport, verdict.
+        results: One record of plain values per measurement; names include the units.
+        tables: The results as tables.
+        machine: Machine, time and versions; filled in by default.
+        command: The command line; filled in by default.
     """
 
     part: str
@@ -41,20 +41,20 @@ class Report:
     command: str = field(default_factory=lambda: command_line())
 
     def write(self, path: str | Path) -> None:
-        """Write it as JSON; the folder is made if it is missing."""
+        """Write the report as JSON. Missing folders are created."""
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         Path(path).write_text(json.dumps(asdict(self), indent=1) + "\n")
 
     @classmethod
     def read(cls, path: str | Path) -> Self:
-        """Read what write() wrote."""
+        """Read a report that write() wrote."""
         fields = json.loads(Path(path).read_text())
         fields["tables"] = [Table(**table) for table in fields["tables"]]
         return cls(**fields)
 
 
 def describe_machine() -> dict[str, Any]:
-    """Return the machine, its software and the time (UTC), as plain values."""
+    """Return the machine, its software and the time (UTC) as plain values."""
     build = library.describe()
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -68,7 +68,7 @@ def describe_machine() -> dict[str, Any]:
 
 
 def command_line() -> str:
-    """Return the command that started this process, as one would type it."""
+    """Return the command that started this process, as a user would type it."""
     ranks = os.environ.get("OMPI_COMM_WORLD_SIZE")
     launcher = ["mpirun", "-n", ranks] if ranks else []
     program = Path(sys.argv[0])
@@ -84,4 +84,4 @@ def command_line() -> str:
 
 def _cpu_model() -> str:
     found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-    return found[1] if found else platform.machine()  # ARM's list has no such line
+    return found[1] if found else platform.machine()  # ARM's /proc/cpuinfo has no such line

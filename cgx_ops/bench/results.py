@@ -1,7 +1,7 @@
-"""Results of an allreduce: one contender at one size, what follows from it, and the table.
+"""Results of an allreduce: one contender at one size, derived quantities, and the table.
 
-Terms, as nccl-tests have them: algbw = bytes of a rank's tensor / time; busbw = algbw * 2(n-1)/n
-for n ranks, which is what each rank must send, uncompressed, by the best algorithm.
+Terms are those of nccl-tests: algbw = bytes of a rank's tensor / time; busbw = algbw * 2(n-1)/n for
+n ranks, the bytes per second that each rank sends at least without compression.
 """
 
 from collections.abc import Mapping
@@ -17,16 +17,16 @@ class Result:
     """One contender at one size.
 
     Attributes:
-        contender: its name in PEERS, or as cgx_name() gives it.
-        ranks: how many.
-        bytes: of a rank's fp32 tensor.
-        seconds: of a call on the slowest rank; the median over rounds.
-        lower: first quartile of the same.
-        upper: third quartile.
-        rounds: how many.
-        error: L2 norm of the result's error over that of the exact sum.
-        limit_seconds: no contender that sends so many bytes can be faster here.
-        exact_seconds: of the fastest exact peer; None if none ran.
+        contender: Its name in PEERS, or from cgx_name().
+        ranks: Number of ranks.
+        bytes: Bytes of a rank's float32 tensor.
+        seconds: Time of a call on the slowest rank; the median over rounds.
+        lower: First quartile of the same.
+        upper: Third quartile of the same.
+        rounds: Number of rounds.
+        error: L2 norm of the result's error, divided by that of the exact sum.
+        limit_seconds: Lower bound of the time of any contender that sends as many bytes.
+        exact_seconds: Time of the fastest exact peer; None if none was measured.
     """
 
     contender: str
@@ -42,43 +42,43 @@ class Result:
 
     @property
     def algbw(self) -> float:
-        """Bytes of the tensor a second."""
+        """Bytes of the tensor per second."""
         return self.bytes / self.seconds
 
     @property
     def busbw(self) -> float:
-        """Bytes a second that a rank would send uncompressed."""
+        """Bytes per second that a rank would send uncompressed."""
         return self.algbw * 2 * (self.ranks - 1) / self.ranks
 
     @property
     def speedup(self) -> float | None:
-        """How many times faster than the fastest exact peer."""
+        """The time of the fastest exact peer, divided by this one's."""
         return None if self.exact_seconds is None else self.exact_seconds / self.seconds
 
     @property
     def of_limit(self) -> float:
-        """Share of the limit that is reached: 1 is the limit."""
+        """The time limit divided by the time; 1 is the limit."""
         return self.limit_seconds / self.seconds
 
     def record(self) -> dict[str, Any]:
-        """Return all of it as plain values."""
+        """Return everything as plain values."""
         derived = ("algbw", "busbw", "speedup", "of_limit")
         return asdict(self) | {name: getattr(self, name) for name in derived}
 
     @classmethod
     def of(cls, record: Mapping[str, Any]) -> Self:
-        """Return what record() was made of."""
+        """Return the Result of a record()."""
         return cls(**{field.name: record[field.name] for field in fields(cls)})
 
 
 def limit_seconds(copy: float, wire_bytes: int, hosts: int, link_rate: float | None) -> float:
-    """Return the time that no allreduce can go below.
+    """Return a lower bound of the time of any allreduce.
 
     Args:
-        copy: seconds of a memcpy of the tensor: a rank reads its values and writes the result.
-        wire_bytes: of a rank's tensor as it travels.
-        hosts: over which the ranks are spread; a host sends wire_bytes * 2(hosts-1)/hosts.
-        link_rate: bytes a second that a host can send; None: not known.
+        copy: Seconds of a memcpy of the tensor: each rank reads its values and writes the result.
+        wire_bytes: Encoded bytes of a rank's tensor.
+        hosts: Number of hosts; each one sends wire_bytes * 2(hosts-1)/hosts.
+        link_rate: Bytes per second that a host can send; None if unknown.
     """
     if link_rate is None:
         return copy
@@ -96,14 +96,14 @@ _COLUMNS = [
     "of limit",
 ]
 _NOTES = [
-    "Time: median over rounds of the slowest rank. algbw, busbw: GB/s of fp32 values, as in "
-    "nccl-tests. Speed-up: over the fastest exact peer. Of limit: the least time in which the "
-    "bytes can move, over the time. Error: L2, relative to the exact sum.",
+    "Time: of the slowest rank, median over rounds. algbw, busbw: GB/s of float32 values, as in "
+    "nccl-tests. Speed-up: relative to the fastest exact peer. Of limit: the shortest possible "
+    "time to move the bytes, divided by the time. Error: L2, relative to the exact sum.",
 ]
 
 
 def table_of(title: str, results: list[Result], notes: list[str]) -> Table:
-    """Return a row for each result, a section for each size, and the notes below."""
+    """Return a table with one row per result, one section per size, and the notes below."""
     sizes = [result.bytes for result in results]
     sections = [index for index in range(1, len(sizes)) if sizes[index] != sizes[index - 1]]
     rows = [

@@ -1,1 +1,1 @@
-"""Methods of compressed training, without a framework: PyTorch and JAX build on them."""
+"""Methods of compressed training without a framework; PyTorch and JAX use them."""

@@ -1,10 +1,10 @@
-"""What an outer loop is in any framework: its settings, which fragment is due when, its layers.
+"""The outer loop of DiLoCo for any framework: settings, fragments, and their schedule.
 
-Ranks train by themselves. Every `sync_every` steps they average what their parameters have become
-since, and an outer optimizer applies it to the outer parameters, which are equal on all ranks
-(Douillard et al.: DiLoCo, 2023). In fragments a part of the model at a time is sent, and applied
-some steps after that, while training goes on (Douillard et al.: Streaming DiLoCo, 2025).
-torch/diloco/ and jax/_src/diloco/ do it, each in its framework's arrays.
+Ranks train independently. Every `sync_every` steps they average the change of their parameters,
+and an outer optimizer applies it to the outer parameters, which are equal on all ranks (Douillard
+et al.: DiLoCo, 2023). With fragments, one part of the model at a time is sent, and applied some
+steps later while training continues (Douillard et al.: Streaming DiLoCo, 2025). torch/diloco/ and
+jax/_src/diloco/ implement it with the arrays of their frameworks.
 """
 
 from collections.abc import Sequence
@@ -15,16 +15,16 @@ from cgx_ops.errors import InvalidArgument, is_number, require_integer
 
 @dataclass(frozen=True)
 class Schedule:
-    """Which fragment is sent, and which one applied, after which step; checked when it is made.
+    """Which fragment is sent, and which is applied, after each step; checked on construction.
 
     Fragments take turns, one every sync_every / fragments steps. Steps count from 1.
 
     Attributes:
-        sync_every: steps from one synchronisation of a parameter to the next, at least 1.
-        fragments: parts of the model; they divide sync_every.
-        fragment_sync_delay: steps from sending to applying, less than sync_every / fragments.
-        fragment_update_alpha: how much of a parameter stays the rank's own when the outer
-            parameters are applied, from 0 (nothing: they replace it) to 1.
+        sync_every: Steps between two synchronizations of a parameter, at least 1.
+        fragments: Parts of the model; they must divide sync_every.
+        fragment_sync_delay: Steps from sending to applying, less than sync_every / fragments.
+        fragment_update_alpha: Weight of the rank's own parameters when the outer parameters are
+            applied, from 0 (the outer parameters replace them) to 1.
     """
 
     sync_every: int
@@ -38,13 +38,13 @@ class Schedule:
         if self.sync_every % self.fragments:
             raise InvalidArgument(
                 f"sync_every is {self.sync_every}, fragments {self.fragments}; fragments must "
-                "divide it: one of them is due every sync_every / fragments steps"
+                "divide it, because one fragment is sent every sync_every / fragments steps"
             )
         if self.fragment_sync_delay >= self.interval:
             raise InvalidArgument(
                 f"fragment_sync_delay is {self.fragment_sync_delay}; it must be less than "
-                f"sync_every / fragments, {self.interval}: a fragment is applied before the next "
-                "one is sent"
+                f"sync_every / fragments, {self.interval}, because a fragment is applied before "
+                "the next one is sent"
             )
         alpha = self.fragment_update_alpha
         if not is_number(alpha) or not 0 <= alpha <= 1:
@@ -53,7 +53,7 @@ class Schedule:
 
     @property
     def interval(self) -> int:
-        """Steps from one fragment to the next."""
+        """Steps between two fragments."""
         return self.sync_every // self.fragments
 
     def sent_after(self, step: int) -> int | None:
@@ -70,12 +70,12 @@ def strided(names: Sequence[str], fragments: int) -> list[list[int]]:
     """Return the indices of the tensors of each fragment: every fragments-th layer, in order.
 
     Args:
-        names: of the tensors, dotted. A layer is what agrees up to the first number in it
-            ("blocks.3.attention.weight": "blocks.3"), or all but the last word where there is none.
-        fragments: how many parts, at least 1.
+        names: Dotted names of the tensors. A layer is the name up to its first number
+            ("blocks.3.attention.weight": "blocks.3"), or all but the last word without a number.
+        fragments: Number of parts, at least 1.
 
     Raises:
-        InvalidArgument: there are fewer layers than fragments.
+        InvalidArgument: There are fewer layers than fragments.
     """
     layers: dict[str, list[int]] = {}
     for i, name in enumerate(names):
@@ -83,7 +83,7 @@ def strided(names: Sequence[str], fragments: int) -> list[list[int]]:
     if len(layers) < fragments:
         raise InvalidArgument(
             f"fragments is {fragments}, but there are {len(layers)} layers: {', '.join(layers)}; "
-            "ask for fewer fragments"
+            "use fewer fragments"
         )
     found: list[list[int]] = [[] for _ in range(fragments)]
     for place, members in enumerate(layers.values()):

@@ -8,10 +8,10 @@ namespace {
 struct Allgather {
   PyObject* function;
   int32_t ranks;
-  PyObject *type = nullptr, *value = nullptr, *traceback = nullptr;  // of what it has raised
+  PyObject *type = nullptr, *value = nullptr, *traceback = nullptr;  // of its exception
 };
 
-// Nothing that has a destructor may live here while Python's lock is taken (flight.h).
+// No object with a destructor may exist here while the GIL is acquired (flight.h).
 int gather(void* context, const void* mine, size_t bytes, void* all) {
   auto* const self = static_cast<Allgather*>(context);
   const PyGILState_STATE lock = PyGILState_Ensure();

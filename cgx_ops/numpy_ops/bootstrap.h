@@ -1,8 +1,7 @@
-// Makes a communicator by an allgather in Python.
+// Creates a communicator with an allgather function in Python.
 //
-// ctypes drops what a Python function that C calls raises before its first line, as the handler of
-// a signal may (Ctrl-C's does), and returns 0 for it. Here whatever it raises is raised to the
-// caller.
+// If C calls a Python function through ctypes, an exception before its first line is lost, such as
+// that of a signal handler (Ctrl-C), and the call returns 0. Here the caller gets all exceptions.
 #pragma once
 
 #include <Python.h>
@@ -11,9 +10,9 @@
 
 namespace cgx::numpy_ops {
 
-// cgx_comm_create by `given`, whose allgather is the function: it takes this rank's bytes and
-// returns those of all ranks, as one bytes object. Returns a status as a number, or null with what
-// the function has raised.
+// Calls cgx_comm_create with `given`, but with this allgather function: it takes this rank's bytes
+// and returns those of all ranks as one bytes object. Returns a status as a number, or null with
+// the exception of the function.
 PyObject* create(const cgx_bootstrap_t& given, PyObject* allgather, int32_t* comm);
 
 }  // namespace cgx::numpy_ops

@@ -5,7 +5,7 @@
 namespace cgx::numpy_ops {
 namespace {
 
-constexpr double kLookUpSeconds = 0.1;  // how long a wait stays in the core, without signals
+constexpr double kLookUpSeconds = 0.1;  // time between two checks for signals
 
 struct Flight {
   PyObject_HEAD cgx_request_t* request;  // null before the start
@@ -14,14 +14,14 @@ struct Flight {
 
 Flight* as_flight(PyObject* self) { return reinterpret_cast<Flight*>(self); }
 
-// ---- those that were dropped ----------------------------------------------------------------
+// ---- deleted flights -------------------------------------------------------------------------
 
 struct Dropped {
   cgx_request_t* request;
   PyObject* arrays;
 };
 
-// Never destroyed: flights may be dropped while the interpreter ends. Python's lock guards it.
+// Never destroyed: flights may be deleted while the interpreter exits. The GIL guards it.
 std::vector<Dropped>& dropped() {
   static auto* all = new std::vector<Dropped>;
   return *all;
@@ -43,7 +43,7 @@ void release(cgx_request_t* request, PyObject* arrays) {
 
 // ---- waiting --------------------------------------------------------------------------------
 
-// Nothing that has a destructor may live here while Python's lock is taken again (flight.h).
+// No object with a destructor may exist here while the GIL is acquired again (flight.h).
 PyObject* wait(cgx_request_t* request, PyObject** arrays) {
   for (;;) {
     int status;
@@ -52,7 +52,7 @@ PyObject* wait(cgx_request_t* request, PyObject** arrays) {
     status = cgx_wait_for(request, kLookUpSeconds, &done);
     Py_END_ALLOW_THREADS;
     if (done) Py_CLEAR(*arrays);
-    if (done || status != CGX_OK) return PyLong_FromLong(status);  // a forked child is refused
+    if (done || status != CGX_OK) return PyLong_FromLong(status);  // an error in a forked child
     if (PyErr_CheckSignals() != 0) return nullptr;
   }
 }
@@ -135,7 +135,7 @@ void collect_dropped() {
     if (gone) ended.push_back(each);
     return gone;
   });
-  for (const Dropped& each : ended) release(each.request, each.arrays);  // which may run anything
+  for (const Dropped& each : ended) release(each.request, each.arrays);  // may run any Python code
 }
 
 }  // namespace cgx::numpy_ops

@@ -1,11 +1,12 @@
-// A collective in flight, as Python holds it: the type Flight.
+// The Python type Flight: a collective in flight.
 //
-// The core reads and writes a collective's arrays until its end, and a signal handler may raise in
-// any wait before (Ctrl-C does). So the arrays belong to a Flight, and those of one that is dropped
-// before its end are kept until the core says that it has ended.
+// The core reads and writes the arrays of a collective until it ends. Before that, a signal handler
+// may raise an exception in a wait (Ctrl-C does). So the arrays belong to a Flight. If a Flight is
+// deleted before its collective ends, its arrays stay alive until the core reports the end.
 //
-// It is written against Python's own C interface: a daemon thread that waits when Python ends is
-// unwound from there by pthread_exit(), which would end the process in the C++ of a wrapper.
+// This file uses Python's C API directly. If a daemon thread waits while Python exits,
+// pthread_exit() unwinds its stack; in the C++ code of a wrapper library this would abort the
+// process.
 #pragma once
 
 #include <Python.h>
@@ -14,14 +15,14 @@
 
 namespace cgx::numpy_ops {
 
-// A new reference, or null with an exception set.
+// Returns a new reference, or null with an exception set.
 PyObject* flight_type();
 
-// Starts a collective, whose arrays are kept until its end, and waits for that. Returns a status as
-// a number, or null with what a signal's handler has raised: the collective goes on then.
+// Starts a collective and waits for its end; the arrays stay alive until then. Returns a status as
+// a number, or null with the exception of a signal handler; then the collective continues.
 PyObject* run(const cgx_collective_t& collective, PyObject* arrays);
 
-// Lets go of what was dropped in flight and has ended since, as every start does.
+// Releases the arrays of deleted flights whose collectives have ended. Every start does so, too.
 void collect_dropped();
 
 }  // namespace cgx::numpy_ops

@@ -1,10 +1,8 @@
-// The Python module cgx_ops._numpy_ops: collectives on numpy arrays, from the start to the end, and
-// how communicators are made.
-// What a call means and whether it is allowed is known to Python (cgx_ops/_core/call.py).
+// The Python module cgx_ops._numpy_ops: run collectives on numpy arrays, create communicators.
+// Python code checks the arguments of calls (cgx_ops/_core/call.py).
 //
-// After a millisecond of other work the processor has forgotten Python's code and data, and each
-// step there costs ten times what it costs in a loop: more than the collective. That is why
-// repeat() is here.
+// After a millisecond of other work, Python's code and data have left the processor's caches, and
+// each line costs ten times as much as in a loop: more than the collective. So repeat() is in C++.
 #include <cstddef>
 #include <cstdlib>
 
@@ -17,7 +15,8 @@ namespace {
 
 constexpr int kMustBeChecked = -1;
 
-// The memory of an array; null unless it is C-contiguous, not empty and, if asked, writable.
+// Returns the memory of an array; null unless it is C-contiguous, not empty and, by flags,
+// writable.
 std::byte* memory_of(PyObject* array, int flags, Py_ssize_t* bytes) {
   Py_buffer view;
   if (PyObject_GetBuffer(array, &view, flags) != 0) {
@@ -30,16 +29,15 @@ std::byte* memory_of(PyObject* array, int flags, Py_ssize_t* bytes) {
   return memory;
 }
 
-// What the stub says of run(); the address is that of a ctypes structure.
+// run() of the stub; the address is that of a ctypes structure.
 PyObject* run_once(PyObject* /*module*/, PyObject* const* arguments, Py_ssize_t count) {
   if (count != 2) return PyErr_Format(PyExc_TypeError, "run() takes 2 arguments, not %zd", count);
   const auto* collective = static_cast<const cgx_collective_t*>(PyLong_AsVoidPtr(arguments[0]));
   return PyErr_Occurred() ? nullptr : run(*collective, arguments[1]);
 }
 
-// `pattern` on other arrays of the same dtype and shape, with the seed of the call that count()
-// says it is: the n-th of its stream. Does nothing but return kMustBeChecked where such arrays may
-// be refused.
+// Runs `pattern` on other arrays of the same dtype and shape, with the n-th seed of the stream; n
+// is the result of count(). Returns kMustBeChecked, and does nothing, if the arrays may be invalid.
 PyObject* repeat(PyObject* /*module*/, PyObject* const* arguments, Py_ssize_t count) {
   if (count != 5)
     return PyErr_Format(PyExc_TypeError, "repeat() takes 5 arguments, not %zd", count);
@@ -67,7 +65,7 @@ PyObject* repeat(PyObject* /*module*/, PyObject* const* arguments, Py_ssize_t co
   return status;
 }
 
-// What the stub says of create(); the addresses are those of ctypes structures.
+// create() of the stub; the addresses are those of ctypes structures.
 PyObject* create_communicator(PyObject* /*module*/, PyObject* const* arguments, Py_ssize_t count) {
   if (count != 3)
     return PyErr_Format(PyExc_TypeError, "create() takes 3 arguments, not %zd", count);

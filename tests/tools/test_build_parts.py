@@ -126,11 +126,11 @@ def test_cuda_is_left_out(
 def test_an_old_toolkit_is_left_out_or_refused(tmp_path: Path) -> None:
     environment = Environment(tmp_path, torch_cuda="12.6", nvcc="12.4")
     built, summary = environment.built()
-    assert "is of CUDA 12.4; cgx_ops needs 12.5 or newer" in built["without"]["cuda"]
+    assert "has CUDA 12.4; cgx_ops needs 12.5 or newer" in built["without"]["cuda"]
     assert built["without"]["cuda"] in summary
     refused = environment.choose("torch,cuda")
     assert refused.returncode == 1
-    assert "12.5 or newer. CGX_WITH insists on it." in refused.stderr
+    assert "12.5 or newer. CGX_WITH requires it." in refused.stderr
 
 
 def test_a_missing_framework_is_in_the_summary(tmp_path: Path) -> None:
@@ -157,7 +157,7 @@ def test_a_framework_that_is_named_is_required(tmp_path: Path) -> None:
     refused = Environment(tmp_path, missing=("jaxlib",)).choose("torch,jax")
     assert refused.returncode == 1
     assert refused.stderr == (
-        "cgx_ops: building without jax: jaxlib is not installed. CGX_WITH insists on it.\n"
+        "cgx_ops: cannot build jax: jaxlib is not installed. CGX_WITH requires it.\n"
     )
 
 
