@@ -12,7 +12,7 @@ MUST_BE_CHECKED: int  # not a status
 def run(address: int, arrays: tuple[Any, ...]) -> int:
     """Start a collective on these arrays, wait for its end and return a status.
 
-    Signal handlers run meanwhile. An exception in one ends the wait, but not the collective; the
+    Signal handlers run during the wait. An exception in one ends the wait, but not the collective; the
     arrays stay alive until the collective ends.
     """
 

@@ -447,7 +447,7 @@ class Communicator:
         return request.run(*prepared)
 
     def next_call(self, name: str) -> int:
-        """Count a call of this name and return how many came before. Seeds of noise derive from it.
+        """Return how many calls of this name came before, and count one more. Seeds of noise derive from it.
 
         Args:
             name: The name of the call.

@@ -39,7 +39,9 @@ def dtype_named(name: npt.DTypeLike) -> np.dtype[Any]:
         try:
             import ml_dtypes  # noqa: F401  (the import registers the name)
         except ImportError as error:
-            raise Unsupported("numpy has no bfloat16 of its own: pip install ml_dtypes") from error
+            raise Unsupported(
+                "numpy has no bfloat16 without ml_dtypes: pip install ml_dtypes"
+            ) from error
     return np.dtype(name)
 
 

@@ -31,7 +31,7 @@ def by_exception() -> bool:
 
 
 def _finish() -> None:
-    with contextlib.suppress(CgxError):  # nobody is left to handle it
+    with contextlib.suppress(CgxError):  # no caller is left to handle it
         if not by_exception():
             library.call("cgx_finish")  # peers wait for this process's part
             log.ended()

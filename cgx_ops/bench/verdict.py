@@ -130,7 +130,7 @@ class Comparison:
 def out_of_reach(parameters: int, sizes: Sequence[int]) -> str:
     """Return why sizes (in bytes) say nothing about a model of so many parameters; "" if they do.
 
-    What small messages take says little about large ones. So the gradients must not be smaller
+    Times of small messages do not predict those of large ones. So the gradients must not be smaller
     than the smallest size, nor 16 times larger than the largest one.
     """
     size = 4 * parameters
@@ -175,7 +175,7 @@ def verdict(
     """Return the verdict as sentences, and the comparisons in it.
 
     Args:
-        results: What was measured.
+        results: The measurements.
         contenders: The names of the contenders to compare.
         parameters: Number of the model's float32 gradients.
         compute: Seconds of a step without communication; None if unknown.

@@ -138,7 +138,7 @@ def _tensors(text: str) -> list[tuple[str, int]]:
         return [(name, _numel(name, of)) for name, of in model.items()]
     except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is neither a number of values nor a JSON file of names and shapes: {error}"
+            f"{text!r} is not a number of values or a JSON file of names and shapes: {error}"
         ) from None
 
 

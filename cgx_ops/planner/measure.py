@@ -47,7 +47,7 @@ def measure(
     Args:
         communicator: The ranks. Their route is measured with the algorithm of the config.
         config: The compression of float32 values; None: `Config()`.
-        spare_processors: Whether a GPU, or processors that neither encode nor send, compute the
+        spare_processors: Whether a GPU, or other processors than those that encode and send, compute the
             gradients. If so, messages do not delay the backward pass.
 
     Returns:

@@ -170,6 +170,9 @@ class Plan:
         Args:
             path: The file.
 
+        Returns:
+            The plan.
+
         Raises:
             InvalidArgument: The file is not a valid plan.
             OSError: The file cannot be read.

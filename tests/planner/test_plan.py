@@ -266,7 +266,7 @@ def test_the_command_refuses_nonsense(
         ('{"a": -5}', (), "'a' is -5; it must be an integer >= 0"),
         ('{"a": [3.5, 2]}', (), "'a' is [3.5, 2]"),
         ('{"a": 1000, "a": 10}', (), "it has the name 'a' twice"),
-        ("[" * 100_000, (), "neither a number of values nor a JSON file"),
+        ("[" * 100_000, (), "is not a number of values or a JSON file"),
         (f'{{"a": {"9" * 400}}}', (), "numel is 999"),
         ('{"a": 1000}', ("--save", "/nonexistent/plan.json"), "/nonexistent"),
         ('{"a": 1000}', ("--plot", "plan.foo"), "foo"),
