@@ -12,8 +12,8 @@ MUST_BE_CHECKED: int  # not a status
 def run(address: int, arrays: tuple[Any, ...]) -> int:
     """Start a collective on these arrays, wait for its end and return a status.
 
-    Signal handlers run during the wait. An exception in one ends the wait, but not the collective; the
-    arrays stay alive until the collective ends.
+    Signal handlers run during the wait. An exception in one ends the wait, but not the collective.
+    The arrays stay alive until the collective ends.
     """
 
 def repeat(pattern: int, source: Any, result: Any, stream: int, count: Callable[[], int]) -> int:

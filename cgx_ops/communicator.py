@@ -447,7 +447,9 @@ class Communicator:
         return request.run(*prepared)
 
     def next_call(self, name: str) -> int:
-        """Return how many calls of this name came before, and count one more. Seeds of noise derive from it.
+        """Return how many calls of this name came before, and count one more.
+
+        Seeds of rounding noise derive from this count.
 
         Args:
             name: The name of the call.

@@ -1,6 +1,7 @@
 """The logger "cgx_ops": one line when training starts, one when the process ends.
 
-Rank 0 logs at level INFO. The logger writes to stderr, unless it or the root logger has a handler. CGX_LOG=0 turns it off.
+Rank 0 logs at level INFO. The logger writes to stderr, unless it or the root logger has a handler.
+CGX_LOG=0 turns it off.
 """
 
 import functools

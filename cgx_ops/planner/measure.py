@@ -47,8 +47,8 @@ def measure(
     Args:
         communicator: The ranks. Their route is measured with the algorithm of the config.
         config: The compression of float32 values; None: `Config()`.
-        spare_processors: Whether a GPU, or other processors than those that encode and send, compute the
-            gradients. If so, messages do not delay the backward pass.
+        spare_processors: Whether a GPU, or other processors than those that encode and send,
+            compute the gradients. If so, messages do not delay the backward pass.
 
     Returns:
         The costs. `link_per_byte` refers to encoded bytes. In 32 bits, encoding and decoding cost
