@@ -12,7 +12,8 @@ def register() -> list[jax.export.DisabledSafetyCheck]:
     a program is only loaded, call this first, in the thread that compiles and runs it. A process
     that traces a collective registers the calls automatically::
 
-        exported = jax.export.export(step, disabled_checks=cgx_ops.jax.register())(weights, batch)
+        checks = cgx_ops.jax.register()
+        exported = jax.export.export(step, disabled_checks=checks)(weights, batch)
         file.write_bytes(exported.serialize())
 
         cgx_ops.jax.register()  # in another process
