@@ -1,13 +1,13 @@
-"""Handwritten digits, compiled: the code says all_reduce, what travels are a few bits a value.
+"""Handwritten digits with torch.compile: plain all_reduce in the code, a few bits on the wire.
 
     mpirun -np 2 python examples/compiled.py
     torchrun --nproc-per-node 2 examples/compiled.py      # the same, without MPI
 
-The training step is written as for any backend: it averages each gradient with torch's own
-functional all_reduce, and knows nothing of cgx. compress_collectives() around the first step
-rewrites the graph that torch.compile makes of it. The noise comes from torch's generator, so a
-checkpoint that holds its state continues to the same bits. Rank 0 prints a line of JSON per epoch
-and per result. Data and model are those of digits.py.
+The training step is the same for every backend: it averages each gradient with torch's functional
+all_reduce. compress_collectives() around the first step rewrites the graph that torch.compile
+makes. The noise comes from torch's generator, so a run that is resumed with the generator's state
+has the same bits. Rank 0 prints a line of JSON per epoch and per result. Data and model are those
+of digits.py.
 """
 
 import argparse

@@ -1,12 +1,12 @@
-"""Handwritten digits with DistributedDataParallel on the backend "cgx": two lines are changed.
+"""Handwritten digits with DistributedDataParallel on the backend "cgx": two changed lines.
 
     mpirun -np 2 python examples/ddp_backend.py
     torchrun --nproc-per-node 2 examples/ddp_backend.py      # the same, without MPI
 
-`import cgx_ops.torch` and `init_process_group("cgx")`: then CGX_COMPRESSION_QUANTIZATION_BITS says
-in how many bits gradients travel (unset: exact), and exclude_layer() which layers stay exact; those
-of one dimension do anyway. Each run here sets the variable itself. Rank 0 prints a line of JSON per
-epoch and per result.
+The lines are `import cgx_ops.torch` and `init_process_group("cgx")`. Then the variable
+CGX_COMPRESSION_QUANTIZATION_BITS sets the bits of gradients (unset: exact), and exclude_layer()
+keeps layers exact. Vectors are exact by default. This program sets the variable for each run. Rank
+0 prints a line of JSON per epoch and per result.
 """
 
 import argparse
@@ -23,7 +23,7 @@ import cgx_ops.torch
 
 
 def main() -> None:
-    """Train at each number of bits, in a process group of its own."""
+    """Train at each number of bits, in a new process group."""
     parser = argparse.ArgumentParser(description="Digits with DDP on the backend cgx.")
     parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--bits", type=int, nargs="+", default=[32, 4])

@@ -1,11 +1,11 @@
-"""Trains the handwritten digits in PyTorch and in JAX, on two ranks, exactly and in 4 bits.
+"""Train on handwritten digits in PyTorch and in JAX, on two ranks, exact and in 4 bits.
 
     make demo            # or: python examples/demo.py
 
-1. `run` starts each example under the mpirun that lies beside this Python, and follows it with a
-   progress bar that shows the current loss.
-2. `show` prints one table, `plot` draws the loss curves to examples/out/loss.png.
-3. `problems` says what is not as it should be; if anything is, the exit status is 1.
+1. `run` starts each example with the mpirun of this Python environment, and shows a progress bar
+   with the current loss.
+2. `show` prints one table; `plot` draws the loss curves to examples/out/loss.png.
+3. `problems` returns the checks that failed. If there are any, the exit status is 1.
 """
 
 import argparse

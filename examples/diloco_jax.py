@@ -1,4 +1,4 @@
-"""DiLoCo: hosts that train by themselves and average every 30 steps, in 4 or 2 bits; flax, optax.
+"""DiLoCo with flax and optax: hosts train alone and average every 30 steps, in 4 or 2 bits.
 
     mpirun -np 4 python examples/diloco_jax.py                              # 4 bits
     mpirun -np 4 python examples/diloco_jax.py --bits 2 --compressor levels
@@ -8,10 +8,11 @@
     mpirun -np 4 python examples/diloco_jax.py --local                      # local SGD's average
     mpirun -np 4 python examples/diloco_jax.py --sync-every 1 --local --bits 32
 
-A transformer learns the next character of Python's own help texts. Each process is a host with one
-CPU device, its own copy of the model, its own AdamW and its own texts. Between hosts start it as
-docs/guides/launchers.md says. A run that is stopped goes on from --folder, to the same bits. Rank 0 prints a
-line of JSON after every tenth of the steps, of the model that all hosts share, and at the end.
+A transformer learns the next character of Python's help texts. Each process stands for a host with
+one CPU device, a model, an AdamW and a part of the texts. docs/guides/launchers.md shows how to
+start it on several hosts. A run that is stopped resumes from --folder with the same bits. Rank 0
+prints a line of JSON after every tenth of the steps, with the loss of the outer parameters, and one
+at the end.
 """
 
 import argparse
@@ -111,7 +112,7 @@ class Training:
             loss = optax.softmax_cross_entropy_with_integer_labels(scores, wanted).mean()
             return loss, (scores.argmax(2) == wanted).mean()
 
-        # Of one host, which knows nothing of the others: a vmap over the one copy that it has.
+        # One host's inner step: a vmap over the single copy of this process.
         def inner(weights: Any, moments: Any, windows: jax.Array) -> Any:
             gradients = jax.grad(loss_of, has_aux=True)(weights, windows)[0]
             updates, moments = adamw.update(gradients, moments, weights)
@@ -187,7 +188,7 @@ def main() -> None:
     sparse, local = given.pop("sparse"), given.pop("local")
     bits, compressor = given.pop("bits"), given.pop("compressor")
     if sparse and (bits or compressor):
-        parser.error("--sparse has bits and a compressor of its own")
+        parser.error("--sparse sets bits and compressor: leave --bits and --compressor out")
     if not sparse:
         given |= {"bits": bits or 4, "compressor": compressor or "uniform"}
     options = {"rules": cgx_ops.Rules([("bias|norm", 32)]), **given}

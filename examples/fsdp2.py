@@ -1,10 +1,10 @@
-"""Handwritten digits with FSDP2: weights sharded over the ranks, all that travels in a few bits.
+"""Handwritten digits with FSDP2: sharded weights, with weights and gradients sent in a few bits.
 
     mpirun -np 2 python examples/fsdp2.py            # 32 bits (exact), then 4 (weights 8)
 
-Every layer is a module of its own for `fully_shard`. Its weights are gathered in 8 bits for forward
-and for backward, its gradients are reduced and scattered in `bits` bits, and every rank updates its
-exact shard. Rank 0 prints a line of JSON per epoch and per result.
+`fully_shard` wraps every layer. Weights are gathered in 8 bits for the forward and the backward
+pass. Gradients are reduced and scattered in `bits` bits. Each rank updates its exact shard. Rank 0
+prints a line of JSON per epoch and per result.
 """
 
 import argparse

@@ -1,11 +1,11 @@
-"""Handwritten digits in JAX: several ranks, whose gradients travel in a few bits.
+"""Handwritten digits in JAX on several ranks, with gradients sent in a few bits.
 
     mpirun -np 2 python examples/jax_digits.py              # 32 bits (exact), then 4
 
-One process a rank, one CPU device a process, one mesh over them all. Inside shard_map every rank
-differentiates the loss of its own part of the batch, and `pmean_q` averages the gradients. The
-pcast tells JAX that each rank differentiates its own copy of the weights; without it JAX would sum
-the gradients itself, exactly. Rank 0 prints a line of JSON per epoch and per result.
+Each rank is a process with one CPU device, and one mesh covers all of them. Inside shard_map each
+rank differentiates the loss on its part of the batch, and `pmean_q` averages the gradients. The
+pcast marks the weights as a copy per rank; without it JAX would sum the gradients itself, exact.
+Rank 0 prints a line of JSON per epoch and per result.
 """
 
 import argparse

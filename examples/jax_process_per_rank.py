@@ -1,10 +1,10 @@
-"""Handwritten digits in JAX without a mesh: one process a rank, gradients in a few bits.
+"""Handwritten digits in JAX without a mesh: one process per rank, gradients in a few bits.
 
     mpirun -np 2 python examples/jax_process_per_rank.py    # 32 bits (exact), then 4
 
-In the manner of mpi4jax: every process has a JAX of its own, which knows nothing of the others, and
-`allreduce_q` averages the gradients inside jit. A whole epoch is one program, a scan over its
-steps. Data, model and the lines that rank 0 prints are those of jax_digits.py.
+As with mpi4jax, each process runs JAX on its own devices only, and `allreduce_q` averages the
+gradients inside jit. A whole epoch is one program, a scan over its steps. Data, model and output
+are those of jax_digits.py.
 """
 
 import argparse

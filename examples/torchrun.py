@@ -1,11 +1,11 @@
-"""Handwritten digits under torchrun, on gloo, without MPI: torch's own collectives carry the bytes.
+"""Handwritten digits under torchrun and gloo, without MPI: torch's collectives send the bytes.
 
     torchrun --nproc-per-node 2 examples/torchrun.py
 
-What differs from any other script is one line: the gradients, in one list, go through
-`quantized_allreduce_coalesced(..., carrier="c10d")`, which sends them as uint8 through all_to_all
-and all_gather of the default group, across hosts as well. Rank 0 prints a line of JSON per epoch
-and per result. Data and model are those of digits.py.
+One line differs from an uncompressed script: `quantized_allreduce_coalesced(..., carrier="c10d")`
+averages the list of gradients. It sends them as uint8 by all_to_all and all_gather of the default
+group, which works across hosts, too. Rank 0 prints a line of JSON per epoch and per result. Data
+and model are those of digits.py.
 """
 
 import argparse

@@ -1,11 +1,11 @@
-"""A small detector: many layers of uneven size find squares, rings and crosses, and where they are.
+"""Train a detector of squares, rings and crosses, with several methods.
 
     mpirun -np 2 python examples/methods/boxes.py --methods exact "4 bits" PowerSGD DGC
 
-Convolutions at three scales, a pyramid that joins them, and a wide layer that sees all of the
-picture: the largest of its tensors has a quarter of a million elements, the smallest four. Each
-cell of 4 x 4 pixels says what lies on its middle and how far the sides of that are. SGD with
-momentum, its rate rising at first, then falling along a cosine. The pictures are made up.
+The model has convolutions at three scales, a feature pyramid, and a wide layer over the whole
+picture. Its tensors have between 4 and 262,144 elements. For each cell of 4 x 4 pixels it predicts
+the kind of object at the middle of the cell and the distances to its sides. The optimizer is SGD
+with momentum; the learning rate has a linear warm-up and a cosine decay. Pictures are generated.
 """
 
 import torch
@@ -14,9 +14,9 @@ from torch import nn
 from torch.nn import functional
 from training import main
 
-SIZE, CELL, THINGS = 32, 4, 2  # pixels of a side; pixels of a cell's side; most things a picture
+SIZE, CELL, THINGS = 32, 4, 2  # width of a picture, width of a cell, objects per picture
 CELLS = SIZE // CELL
-KINDS = 3  # squares, rings, crosses; nothing comes after them
+KINDS = 3  # squares, rings, crosses; class 3 is the background
 
 
 def block(inputs: int, outputs: int, stride: int = 1) -> nn.Sequential:
@@ -86,22 +86,22 @@ def draw(count: int, generator: torch.Generator) -> Batch:
 
 def loss(model: nn.Module, batch: Batch) -> torch.Tensor:
     pictures, kinds, sides = batch
-    said = model(pictures)
+    outputs = model(pictures)
     there = (kinds < KINDS)[:, None]
-    far = functional.smooth_l1_loss(said[:, KINDS + 1 :], sides, beta=0.05, reduction="none")
-    return functional.cross_entropy(said[:, : KINDS + 1], kinds) + (
+    far = functional.smooth_l1_loss(outputs[:, KINDS + 1 :], sides, beta=0.05, reduction="none")
+    return functional.cross_entropy(outputs[:, : KINDS + 1], kinds) + (
         (far * there).sum() / (4 * there.sum()).clamp(min=1)
     )
 
 
 def score(model: nn.Module, batch: Batch) -> float:
-    """Return the share of cells on things whose kind is right and whose box overlaps by half."""
+    """Return the percentage of object cells with the right kind and an overlap of at least half."""
     pictures, kinds, sides = batch
-    said = model(pictures)
-    boxes = said[:, KINDS + 1 :].clamp(min=0)
+    outputs = model(pictures)
+    boxes = outputs[:, KINDS + 1 :].clamp(min=0)
     least, most = torch.minimum(boxes, sides), torch.maximum(boxes, sides)
     common, area = ((side[:, 0] + side[:, 2]) * (side[:, 1] + side[:, 3]) for side in (least, most))
-    found = (said[:, : KINDS + 1].argmax(1) == kinds) & (common > 0.5 * area)
+    found = (outputs[:, : KINDS + 1].argmax(1) == kinds) & (common > 0.5 * area)
     return 100 * found[kinds < KINDS].float().mean().item()
 
 

@@ -1,8 +1,8 @@
-"""A language model: a transformer learns the next character of Python's own help texts.
+"""Train a language model, a transformer on characters of Python's help texts, with several methods.
 
     mpirun -np 2 python examples/methods/characters.py --methods exact "4 bits" PowerSGD DGC
 
-AdamW, its rate rising at first and falling to 0 along a cosine.
+The optimizer is AdamW; the learning rate has a linear warm-up and a cosine decay to 0.
 """
 
 import pydoc_data.topics
@@ -17,7 +17,7 @@ CONTEXT, WIDTH, HEADS, LAYERS = 32, 128, 4, 2
 
 
 class Transformer(nn.Module):
-    """What each character of a text may be followed by, from those up to it."""
+    """Returns scores of the next character at each position, (n, CONTEXT, symbols)."""
 
     def __init__(self, symbols: int) -> None:
         super().__init__()

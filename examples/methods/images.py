@@ -1,9 +1,9 @@
-"""An image classifier: a residual network with batch norm learns digits that are turned and moved.
+"""Train an image classifier, a residual network with batch norm, with several methods.
 
     mpirun -np 2 python examples/methods/images.py --methods exact "4 bits" PowerSGD DGC
 
-SGD with momentum, its rate divided by ten twice. The data are scikit-learn's handwritten digits:
-each example is one of them, turned, scaled and moved at random, with noise.
+The optimizer is SGD with momentum; the learning rate is divided by ten twice. The data are the
+handwritten digits of scikit-learn, rotated, scaled and shifted at random, with noise.
 """
 
 import itertools
@@ -22,7 +22,7 @@ SIZE = 12  # pixels of a side
 
 
 class Residual(nn.Module):
-    """Two convolutions, beside one of a single pixel; half the pixels of a side remain."""
+    """Two convolutions and a 1 x 1 convolution as shortcut; halves width and height."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ def network() -> nn.Module:
 
 
 def distorted(images: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Return (n, 8, 8) images as (n, 1, SIZE, SIZE), turned, scaled and moved, with noise."""
+    """Return (n, 8, 8) images as (n, 1, SIZE, SIZE), rotated, scaled and shifted, with noise."""
     angle, scale, x, y = torch.rand(4, len(images), generator=generator) * 2 - 1
     angle, scale = angle * 0.5, 1 + scale * 0.2
     cosine, sine = angle.cos() * scale, angle.sin() * scale

@@ -1,11 +1,11 @@
-"""Every way to train together that the examples of this folder compare: a table, METHODS.
+"""METHODS: the training methods that the examples of this folder compare, by name.
 
-    python examples/methods/methods.py      # prints their names
+    python examples/methods/methods.py      # prints the names
 
-1. what others have, over gloo
-2. codecs of cgx_ops: the hook, with a Config
-3. methods of cgx_ops: hooks and optimizers of their own
-4. outer loops of cgx_ops: ranks train by themselves and average every SYNC_EVERY steps
+1. PyTorch's methods, over gloo
+2. compressors of cgx_ops: the DDP hook with a Config
+3. other hooks and optimizers of cgx_ops
+4. outer loops of cgx_ops: ranks train alone and average every SYNC_EVERY steps
 """
 
 import warnings
@@ -30,13 +30,14 @@ SYNC_EVERY = 10
 
 @dataclass(frozen=True)
 class Run:
-    """One training.
+    """The settings of one training.
 
     Attributes:
-        task: what is trained.
-        gloo: a process group of all ranks, for what others have; the default one is of "cgx".
-        seed: of the weights, the batches and the noise.
-        warmup: steps in which methods that begin gently do so.
+        task: the model and its data.
+        gloo: a gloo process group of all ranks, for PyTorch's methods. The default group has the
+            backend "cgx".
+        seed: seed of the weights, the batches and the noise.
+        warmup: steps of the warm-up, for methods that have one.
     """
 
     task: Task
@@ -50,7 +51,7 @@ class Run:
 
 
 class Alone(nn.Module):
-    """A model of which this rank knows alone; as in DistributedDataParallel it is `module`."""
+    """A model without averaging; has `module` as DistributedDataParallel does."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -65,11 +66,11 @@ Prepared = tuple[DistributedDataParallel | Alone, Optimizer]
 
 @dataclass(frozen=True)
 class Method:
-    """A way to average.
+    """A training method.
 
     Attributes:
-        prepare: makes a model ready to be trained so, and its optimizer.
-        warms: whether its first steps, Run.warmup, are others than the rest.
+        prepare: wraps a model and returns it with its optimizer.
+        warms: whether the method has a warm-up of Run.warmup steps.
         ours: whether cgx_ops averages.
         every: steps from one average to the next.
     """
@@ -80,24 +81,23 @@ class Method:
     every: int = 1
 
 
-# Of models as small as these one bucket hides no less than several, and has fewer messages.
-# PyTorch's hook bears no other: it starts its later collectives in callbacks, whose order differs
-# between ranks if there are several buckets, and gloo aborts.
+# One bucket: these models are too small to gain from several. PyTorch's hook fails with several:
+# it starts collectives in callbacks, whose order differs between ranks, and gloo aborts.
 POWER_SGD_BUCKET_MB = 1 << 20
 
 
 def parallel(
     model: nn.Module, group: dist.ProcessGroup | None = None, bucket_mb: float | None = None
 ) -> DistributedDataParallel:
-    # Each rank has batch norm's running statistics of its own, so that gradients alone are sent.
-    # What torch 2.13 names instead of this argument sends them once.
+    # Without buffers, only gradients are sent: each rank has its own statistics of batch norm.
+    # The argument that torch 2.13 recommends instead sends the buffers once.
     warnings.filterwarnings("ignore", "`broadcast_buffers`", FutureWarning)
     return DistributedDataParallel(
         model, process_group=group, bucket_cap_mb=bucket_mb, broadcast_buffers=False
     )
 
 
-# ---- 1. what others have -------------------------------------------------------------------------
+# ---- 1. PyTorch's methods ------------------------------------------------------------------------
 
 
 def gloo(hook: Callable[..., Any] | None = None) -> Method:
@@ -119,7 +119,7 @@ def torch_power_sgd(model: nn.Module, run: Run) -> Prepared:
     return wrapped, run.optimizer(wrapped)
 
 
-# ---- 2. codecs of cgx_ops ------------------------------------------------------------------------
+# ---- 2. compressors ------------------------------------------------------------------------------
 
 
 def codec(config: Config) -> Method:
@@ -133,13 +133,13 @@ def codec(config: Config) -> Method:
 
 
 def chosen(compressor: Any, density: float) -> Method:
-    """Return a codec that sends a share of the values, and keeps the rest for later."""
+    """Return a sparse compressor with error feedback."""
     return codec(
         Config(compressor=compressor, density=density, bucket_size=4096, error_feedback=True)
     )
 
 
-# ---- 3. methods of cgx_ops -----------------------------------------------------------------------
+# ---- 3. other methods ----------------------------------------------------------------------------
 
 
 def power_sgd(model: nn.Module, run: Run) -> Prepared:
@@ -157,21 +157,21 @@ def power_sgd(model: nn.Module, run: Run) -> Prepared:
 def deep_gradient(density: float) -> Method:
     def prepare(model: nn.Module, run: Run) -> Prepared:
         wrapped, task = parallel(model), run.task
-        # The hook has the momentum, so the optimizer has none.
+        # The hook applies the momentum.
         state = ddp.DeepGradientState(
             density=density, momentum=task.momentum, warmup_steps=run.warmup
         )
         wrapped.register_comm_hook(state, ddp.deep_gradient_hook)
         optimizer = task.optimizer(wrapped.parameters(), task.rate, 0)
         for group in optimizer.param_groups:
-            group["weight_decay"] /= 1 - task.momentum  # which weight decay went through, too
+            group["weight_decay"] /= 1 - task.momentum  # SGD would apply momentum to it
         return wrapped, optimizer
 
     return Method(prepare, warms=True)
 
 
 def own_gradients(model: nn.Module) -> DistributedDataParallel:
-    """Return a model whose gradients stay each rank's own: its optimizer averages."""
+    """Return a model that does not average gradients, because its optimizer does."""
     wrapped = parallel(model)
     ddp.CommHookType.NOOP.register(wrapped)
     return wrapped
@@ -179,7 +179,7 @@ def own_gradients(model: nn.Module) -> DistributedDataParallel:
 
 def one_bit_adam(model: nn.Module, run: Run) -> Prepared:
     wrapped = own_gradients(model)
-    # With a second beta of .999 the variance would not settle in a warm-up as short as here.
+    # With beta2 = 0.999 the variance would not settle in so short a warm-up.
     return wrapped, optim.OneBitAdam(
         wrapped.parameters(), run.task.adam_rate, (0.9, 0.95), warmup_steps=max(1, run.warmup)
     )

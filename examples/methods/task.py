@@ -1,4 +1,4 @@
-"""What the three examples of this folder have to say: the model, its data and its optimizer."""
+"""Task: the model, data and optimizer of one of the three examples in this folder."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -9,28 +9,29 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
-Batch = tuple[torch.Tensor, ...]  # inputs, then what the model should say of them
+Batch = tuple[torch.Tensor, ...]  # inputs, then labels
 
 
 @dataclass(frozen=True)
 class Task:
-    """A model to train, and on what.
+    """A model, its data and its training.
 
     Attributes:
-        name: of it.
-        model: makes the model, from torch's seed.
-        draw: returns a batch of so many examples, by a generator.
-        held: examples that no batch has.
-        loss: of what the model said of a batch.
-        score: of it in percent, and what is counted.
-        scored: what `score` counts.
-        batch: examples a step, of all ranks together.
-        steps: of the whole training.
-        optimizer: makes the one that this task is trained with.
-        momentum: of that, if it is SGD; methods with a momentum of their own take it over.
-        rate: the learning rate, before the schedule.
-        adam_rate, sign_rate: those of methods that are optimizers: Adam, and steps of equal size.
-        schedule: makes the course of the rate over so many steps.
+        name: shown in tables, and the name of the output files.
+        model: returns the model, initialized from torch's global seed.
+        draw: returns a batch of a size, drawn by a generator.
+        held: held-out examples.
+        loss: returns the loss of a model on a batch.
+        score: returns the score of a model on a batch, in percent.
+        scored: unit of the score, shown in tables.
+        batch: examples in a step, of all ranks together.
+        steps: steps of the training.
+        optimizer: returns the optimizer of parameters, a learning rate and a momentum.
+        momentum: momentum of SGD. Methods with momentum, such as DGC, use it instead of SGD.
+        rate: peak learning rate of `optimizer`.
+        adam_rate: peak learning rate of 1-bit Adam.
+        sign_rate: peak learning rate of SigNUM.
+        schedule: returns the learning rate schedule of an optimizer over a number of steps.
     """
 
     name: str
@@ -61,7 +62,7 @@ def adamw(parameters: Iterable[nn.Parameter], rate: float, _: float) -> Optimize
 
 
 def risen_cosine(optimizer: Optimizer, steps: int) -> LRScheduler:
-    """Return a rate that rises for a twentieth of the steps, and falls to 0 along a cosine."""
+    """Return a schedule with linear warm-up for 5 % of the steps, then a cosine to 0."""
     rising = max(1, steps // 20)
 
     def factor(step: int) -> float:

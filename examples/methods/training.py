@@ -1,8 +1,8 @@
-"""Trains a task with several methods in turns, and shows what became of each.
+"""Train a task with several methods and compare them.
 
-1. Training: one model, its optimizer, and its curve of losses
-2. train(): all methods take turns, a few steps each, with a progress bar
-3. table_of(), plot(): what is shown in the end
+1. Training: one model, its optimizer, and its loss curve
+2. train(): trains all methods, a few steps of each in turn
+3. table_of(), plot(): the results
 """
 
 import argparse
@@ -38,16 +38,18 @@ OUT = Path(__file__).resolve().parents[1] / "out"
 
 @dataclass
 class Curve:
-    """How a training went; after each turn its step, its seconds so far, and the loss.
+    """The loss curve and the result of one training.
 
     Attributes:
-        method: its name.
+        method: name of the method.
         ours: whether cgx_ops averages.
-        warmup: first steps that are others than the rest.
-        steps, seconds, losses: of each turn; losses (nats) are of examples that were held back.
-        score: in the end, percent.
-        bytes_per_step: that cgx_ops sent from this rank; 0 where others average.
-        identical: whether all ranks ended with the same weights, to the bit.
+        warmup: number of warm-up steps of the method.
+        steps: steps so far, after each turn.
+        seconds: training time so far, after each turn.
+        losses: held-out loss in nats, after each turn.
+        score: held-out score in the end, in percent.
+        bytes_per_step: bytes that this rank sent through cgx_ops; 0 if cgx_ops does not average.
+        identical: whether the weights of all ranks have equal bits in the end.
     """
 
     method: str
@@ -75,7 +77,7 @@ class Training:
         self.curve = Curve(method, of.ours, run.warmup if of.warms else 0)
 
     def step(self) -> None:
-        """Make one step."""
+        """Take one step."""
         batch = self._task.draw(self._task.batch // dist.get_world_size(), self._generator)
         self._optimizer.zero_grad()
         self._task.loss(self._model, batch).backward()
@@ -83,7 +85,7 @@ class Training:
         self._schedule.step()
 
     def turn(self, steps: int) -> None:
-        """Make some steps, and add a point to the curve."""
+        """Take some steps, and add a point to the curve."""
         before, begin = bytes_sent(), time.perf_counter()
         for _ in range(steps):
             self.step()
@@ -97,7 +99,7 @@ class Training:
         curve.bytes_per_step = self._sent / curve.steps[-1]
 
     def end(self) -> Curve:
-        """Return the curve, once all is done."""
+        """Return the curve after the last step; compares the weights of all ranks."""
         weights = b"".join(p.detach().numpy().tobytes() for p in self._model.parameters())
         digests: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(digests, hashlib.sha256(weights).hexdigest(), self._gloo)
@@ -106,7 +108,7 @@ class Training:
 
     @torch.no_grad()
     def _held(self) -> tuple[float, float]:
-        """Return loss and score of the examples held back, of which each rank takes a part."""
+        """Return the held-out loss and score; each rank computes a part."""
         rank, size = dist.get_rank(), dist.get_world_size()
         mine: Batch = tuple(part[rank::size] for part in self._task.held)
         self._model.eval()
@@ -119,7 +121,7 @@ class Training:
 
 
 def bytes_sent() -> int:
-    """Return what cgx_ops has sent so far for the default process group."""
+    """Return the bytes that this rank has sent for the default process group."""
     stats = cgx_ops.stats()
     return stats["0"].bytes_sent if "0" in stats else 0  # torch's name of it
 
@@ -154,7 +156,7 @@ def train(run: Run, methods: Sequence[str], steps: int) -> list[Curve]:
     return [training.end() for training in trainings]
 
 
-# ---- 3. what is shown ----------------------------------------------------------------------------
+# ---- 3. results ----------------------------------------------------------------------------------
 
 
 def table_of(task: Task, curves: Sequence[Curve]) -> Table:
@@ -171,7 +173,7 @@ def table_of(task: Task, curves: Sequence[Curve]) -> Table:
         for curve in curves
     ]
     columns = ["method", "loss", task.scored, "bytes/step", "a step", "weights"]
-    notes = ["Loss and score: of examples that were held back. bytes/step: sent by rank 0."]
+    notes = ["Loss and score are on held-out examples. bytes/step: sent by rank 0."]
     title = f"{task.name}, {dist.get_world_size()} ranks, {curves[0].steps[-1]} steps"
     return Table(title, columns, rows, notes=notes)
 
@@ -185,7 +187,7 @@ def plot(task: Task, curves: Sequence[Curve], path: Path) -> None:
             panel.semilogy(getattr(curve, across), curve.losses, style, label=curve.method)
         panel.set(xlabel=across, title=task.name)
         panel.grid(alpha=0.3)
-    panels[0].set_ylabel("loss of examples held back, nats")
+    panels[0].set_ylabel("held-out loss, nats")
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside right center", frameon=False)
     figure.savefig(path, dpi=100)
@@ -193,7 +195,7 @@ def plot(task: Task, curves: Sequence[Curve], path: Path) -> None:
 
 
 def main(task: Task) -> None:
-    """Train it with the methods asked for; rank 0 shows the table and draws the plot."""
+    """Train a task with the methods of the command line; rank 0 prints a table and draws a plot."""
     parser = argparse.ArgumentParser(description=f"{task.name}, trained with several methods")
     parser.add_argument(
         "--methods", nargs="+", metavar="METHOD", choices=[*METHODS, "all"],
@@ -203,12 +205,12 @@ def main(task: Task) -> None:
         ),
     )  # fmt: skip
     parser.add_argument("--steps", type=int, default=task.steps, help=f"default {task.steps}")
-    parser.add_argument("--warmup", type=int, help="steps; default: an eighth of all")
+    parser.add_argument("--warmup", type=int, help="warm-up steps; default: an eighth of --steps")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=OUT, help="where plot and results go")
+    parser.add_argument("--out", type=Path, default=OUT, help="folder of the plot and results")
     arguments = parser.parse_args()
     if arguments.steps < 1:
-        parser.error(f"--steps {arguments.steps}: at least 1")
+        parser.error(f"--steps is {arguments.steps}; it must be at least 1")
     methods = list(METHODS) if "all" in arguments.methods else arguments.methods
     warmup = arguments.steps // 8 if arguments.warmup is None else arguments.warmup
     run = Run(task, start(), arguments.seed, warmup)
