@@ -21,7 +21,7 @@ import itertools
 import json
 import math
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -192,7 +192,7 @@ class Training:
         self._task, self.model = task, task.model()
         # SGD with weight decay is AdamW if Adam's step is its gradient.
         self._optimizer = torch.optim.SGD(self.model.parameters(), rate, weight_decay=DECAY)
-        self._schedule = torch.optim.lr_scheduler.LambdaLR(self._optimizer, _course(steps))
+        self._schedule = torch.optim.lr_scheduler.LambdaLR(self._optimizer, schedule(steps))
         self._generators = [torch.Generator().manual_seed(1000 * seed + r) for r in range(RANKS)]
         self.numel = sum(p.numel() for p in self.model.parameters())
 
@@ -224,7 +224,8 @@ class Training:
         return nn.functional.cross_entropy(scores, labels).item(), accuracy
 
 
-def _course(steps: int):
+def schedule(steps: int) -> Callable[[int], float]:
+    """Return the factor of the rate by step: a linear warm-up, then a cosine to 0."""
     rising = max(1, round(RISING * steps))
 
     def factor(step: int) -> float:

@@ -1,18 +1,25 @@
 """The training benchmarks run, small, on two ranks of this host, and report what they should."""
 
 import json
+import math
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import adamw
 import convergence
 import documents
+import numpy as np
 import pytest
+import torch
 from hosts import refusal
+from small_tasks import Task, digits
 from support import launch
 
+from cgx_ops import Communicator, Config
 from cgx_ops._core.table import Table
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
@@ -137,3 +144,62 @@ def test_methods_are_compared_on_hosts(tmp_path: Path) -> None:
     text = page.read_text()
     assert "| boxes | 2 | 1gbit |" in text
     assert text.count("| 4 bits |") >= 2
+
+
+# ---- AdamW ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def comms() -> Iterator[list[Communicator]]:
+    comms = Communicator.local(adamw.RANKS)
+    yield comms
+    for comm in comms:
+        comm.close()
+
+
+@pytest.fixture(scope="module")
+def task() -> Task:
+    return digits()
+
+
+def test_exact_adamw_is_torchs(task: Task, comms: list[Communicator]) -> None:
+    steps, rate = 5, 1e-2
+    ours, theirs = (adamw.Training(task, 0, rate, steps) for _ in range(2))
+    averager = adamw.Averager(comms, ours.model, Config(32))
+    moments = adamw.Moments(ours.numel)
+    parameters = [*theirs.model.parameters()]
+    optimizer = torch.optim.AdamW(parameters, rate, adamw.BETAS, adamw.EPS, adamw.DECAY)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, adamw.schedule(steps))
+    for _ in range(steps):
+        ours.step(moments.update(averager.mean(ours.gradients())))
+        mean = torch.from_numpy(np.mean(theirs.gradients(), 0))
+        for p, part in zip(parameters, mean.split([p.numel() for p in parameters]), strict=True):
+            p.grad = part.view_as(p)
+        optimizer.step()
+        schedule.step()
+    for mine, other in zip(ours.model.parameters(), parameters, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("method", adamw.METHODS)
+def test_every_method_trains_under_adamw(
+    method: str, task: Task, comms: list[Communicator]
+) -> None:
+    found = adamw.train(comms, task, method, 0, 1e-3, 10)
+    assert found.loss < 2.5
+    exact = "exact" in method
+    assert found.bits == pytest.approx(32, abs=0.1) if exact else 0.5 < found.bits < 11
+
+
+def test_losses_are_compared_with_exact_adamw_of_the_same_seed() -> None:
+    def trained(method: str, seed: int, rate: float, loss: float) -> adamw.Trained:
+        return adamw.Trained("digits", method, seed, rate, 10, loss, 90.0, 4.0)
+
+    found = [trained("exact", s, r, 1 + s + r) for s in (0, 1) for r in (0.3, 0.1)]
+    found += [trained("4 bits", s, r, 1.5 + s + r) for s in (0, 1) for r in (0.3, 0.1)]
+    found += [trained("1-bit Adam", s, 0.3, [math.nan, 2.3][s]) for s in (0, 1)]
+    found += [trained("exact", s, 0.9, 9.0) for s in (0, 1)]
+    assert adamw.best_rate(found, "digits") == 0.1
+    assert adamw.differences(found, "digits", "4 bits", 0.3) == pytest.approx([0.5, 0.5])
+    text = adamw.spread(adamw.differences(found, "digits", "1-bit Adam", 0.3))
+    assert text == "1 of 2 diverge, else +0.000 ± 0.000"
