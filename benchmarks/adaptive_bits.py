@@ -1,10 +1,10 @@
-"""What bits that follow the gradients save, at the error of uniform bits, and what they cost.
+"""Bytes that adaptive bits save at the error of uniform bits, and their cost in accuracy.
 
     PYTHONPATH=examples/methods mpirun -n 2 python benchmarks/adaptive_bits.py [--steps 400]
 
-The three models of examples/methods, trained with uniform bits and with each budget of
-planner.AdaptiveBits, from several seeds. All methods of a task and seed take turns. Bytes are those
-of the last turn, when bits have settled; losses and scores are of examples that were held back.
+The three models of examples/methods train with uniform bits and with each budget of
+planner.AdaptiveBits, with several seeds. All methods of a task and seed take turns. Bytes are those
+of the last turn, when the bits have settled. Losses and scores are on held-out examples.
 """
 
 import argparse
@@ -34,7 +34,7 @@ _TURNS = 10
 
 @dataclass
 class Found:
-    """One training's end: bytes a step of its last turn, and what it came to."""
+    """The result of one training, and the bytes per step of its last turn."""
 
     task: str
     method: str
@@ -72,7 +72,7 @@ def main() -> None:
 
 
 def _trained(name: str, run: Run, options: argparse.Namespace) -> list[Found]:
-    """Train a task from one seed with all methods in turns."""
+    """Train a task with one seed and all methods, a few steps of each in turn."""
     states: dict[str, ddp.QuantizedAllreduceState] = {}
     for method in (_UNIFORM, *_BUDGETS):
         METHODS[method] = _method(method, options, states)
@@ -135,7 +135,7 @@ def _table(found: list[Found], options: argparse.Namespace) -> Table:
     title = f"Adaptive bits against uniform {options.bits}: {options.steps} steps, "
     title += f"{options.seeds} seeds, {dist.get_world_size()} ranks"
     columns = ["task", "bits", "bits a value", "bytes/step", "saved", "loss", "score", "weights"]
-    notes = ["Loss, score: mean over seeds, ± half of what the highest is above the lowest."]
+    notes = ["Loss, score: mean over seeds, ± half the range."]
     return Table(title, columns, rows, 2, sections[1:], notes)
 
 

@@ -1,17 +1,17 @@
-"""What one blocking call costs where training makes it: after other work, not back to back.
+"""Time of one blocking call in the middle of other work, as in training.
 
     mpirun -n 2 python benchmarks/calls.py [--json FILE]
 
-4 KiB of fp32 from numpy. A round times one call of cgx_ops and one of MPI_Allreduce in every
-situation:
+The calls are allreduces of 4 KiB of fp32 from numpy. A round times one call of cgx_ops and one of
+MPI_Allreduce in every situation:
 
     barrier       after a millisecond of products of arrays of 800 KB, then a barrier of all ranks
     python        after a barrier, then a millisecond of Python that touches no memory
     numpy         after a barrier, then a millisecond of such products
-    back to back  so many calls at once (CALLS) that the processor has all that they need at hand
+    back to back  CALLS calls in a row, with code and data in the processor's caches
 
-The two take turns, so that neither finds its code at hand because a twin has just run. A sample is
-the time of the call on the slowest rank: that ranks come late is in it, for both alike.
+The two take turns, so that neither finds its own code in the caches. A sample is the time of the
+call on the slowest rank. It includes the wait for late ranks.
 """
 
 import argparse
@@ -52,7 +52,7 @@ class Found:
 
 
 def situations() -> dict[str, tuple[Callable[[], object], Callable[[], object], int]]:
-    """Return what comes before the barrier and after it, and how many calls are timed at once."""
+    """Return the work before the barrier and after it, and the number of calls in a sample."""
     values = np.random.default_rng(0).standard_normal(_WORK_NUMEL, np.float32)
     product = np.empty_like(values)
 

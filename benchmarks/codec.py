@@ -1,10 +1,10 @@
-"""The codec on one core: its time beside a memcpy of the values, and its instructions per value.
+"""Time and instructions of the codec on one core, against a memcpy of the values.
 
     python benchmarks/codec.py [--rounds N] [--json FILE]
 
-Phases: build codec_bench.cc, which calls the core without Python; run it at a size that only memory
-holds and at one that stays in the cache; run it under callgrind, once per operation, for a figure
-that does not move with the machine's load. Everything runs on one core.
+1. Build codec_bench.cc, which calls the core without Python.
+2. Run it at a size beyond the caches and at a size within them.
+3. Run it under callgrind to count instructions, which do not depend on the load of the machine.
 
 The ratio is memcpy's time for the input values over the operation's: 1 is as fast as copying.
 """
@@ -28,13 +28,13 @@ ROOT = Path(__file__).resolve().parents[1]
 BUILD = ROOT / "build" / "cmake"  # where setup.py built the core
 SIZES = {"memory": 1 << 24, "cache": 1 << 16}  # values: 64 MiB and 256 KiB of fp32
 COUNTED = 1 << 16  # values
-COUNTED_TARGET = "avx2"  # valgrind knows no AVX-512
+COUNTED_TARGET = "avx2"  # valgrind does not support AVX-512
 OPERATIONS = ("quantize", "quantize-residual", "dequantize", "dequantize-add")
 
 
 @dataclass(frozen=True)
 class Case:
-    """An operation, in the words of codec_bench.cc."""
+    """An operation, with the names that codec_bench.cc prints."""
 
     dtype: str
     operation: str
@@ -180,7 +180,8 @@ def table_of(results: list[Result]) -> Table:
             f"cache: {SIZES['cache']:,}. Kernels: {library.describe()['cpu_target']}.",
             "Instr.: instructions per value, "
             + (
-                f"counted by callgrind in the {COUNTED_TARGET} kernels: it knows no AVX-512."
+                f"counted by callgrind in the {COUNTED_TARGET} kernels, because valgrind does not "
+                "support AVX-512."
                 if shutil.which("valgrind")
                 else "not counted, because valgrind is missing: apt install valgrind."
             ),

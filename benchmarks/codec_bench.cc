@@ -5,9 +5,9 @@
 //   codec_bench count NUMEL         calls each once, inside run_case(): for callgrind, which counts
 //                                   there alone and dumps after each
 //
-// quantize-residual is quantize with error feedback: adds what was lost before, keeps what is lost.
+// quantize-residual is quantize with error feedback: adds the old residual, writes the new one.
 //
-// A line is: dtype, operation, compressor with what it has beside bits, bits, rounding ("-": none),
+// A line is: dtype, operation, compressor with its other options, bits, rounding ("-": none),
 // numbers.
 #include <chrono>
 #include <cstdio>
@@ -35,7 +35,7 @@ struct Case {
   std::function<void()> call;
 };
 
-// Values of one dtype, and room for what the operations make of them.
+// Values of one dtype, and buffers for the results of the operations.
 struct Buffers {
   Buffers(cgx::Dtype dtype, int64_t numel)
       : dtype(dtype),
@@ -91,7 +91,7 @@ class Feedback {
   std::vector<std::byte> message_;
 };
 
-// What is measured: a config as a text, and its name in the table.
+// A measured config as a text, and its name in the table.
 struct Setting {
   std::string name;
   std::string config;

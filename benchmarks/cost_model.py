@@ -1,7 +1,8 @@
-"""What an allreduce costs, by a model: bytes, messages and values are counted, then priced.
+"""A cost model of allreduces: counts bytes, messages and values, then prices them.
 
-    ALGORITHMS, PEERS   what each asks of a rank and of its host's link: index arithmetic alone
-    seconds()           how long that takes with given Constants; predict(): both in one
+    ALGORITHMS, PEERS   the work of a rank and of the link of its host, by index arithmetic
+    seconds()           the time of that work with given Constants
+    predict()           both together
 
 The model is alpha-beta-gamma: a latency for each step, a time for each byte on a link, a time for
 each value worked on. Counts of the exact peers are those of R. Thakur, R. Rabenseifner, W. Gropp,
@@ -9,11 +10,10 @@ each value worked on. Counts of the exact peers are those of R. Thakur, R. Raben
 A. Purkayastha, R. van de Geijn, "Collective communication: theory, practice, and experience"
 (2007); those of cgx are of csrc/algorithm, headers included.
 
-Two things are added. Messages take processor time too; ranks of one core share that, and wait for
-their turn. And large messages travel in chunks: while some are on the link, others are encoded,
-summed and decoded, so that link and processor work at the same time, but for the first chunk.
+Two things are added. Messages take processor time, which ranks of one core share. And large
+messages travel in chunks: link and processor work at the same time, except for the first chunk.
 
-Ranks are spread evenly over hosts, one host's after the other's.
+Ranks are spread evenly over hosts; the ranks of a host are consecutive.
 """
 
 import math
@@ -29,7 +29,7 @@ BUCKET = 512  # values
 EXACT = 32  # bits
 
 
-# ---- What is counted -----------------------------------------------------------------------------
+# ---- Counts --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Ranks:
 
 @dataclass(frozen=True)
 class Traffic:
-    """What a rank sends; it receives as much.
+    """The traffic that a rank sends; it receives as much.
 
     Attributes:
         steps: messages of which each waits for the one before.
@@ -66,7 +66,7 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Work:
-    """What an allreduce asks of the rank that has most to do, and of a host's link.
+    """The work of an allreduce for the busiest rank and for the link of a host.
 
     Attributes:
         far: sent to ranks of other hosts.
@@ -74,7 +74,7 @@ class Work:
         link_bytes: that the host sends to others; it receives as many.
         values: that are worked on, by operation ("encode", "add": decode and add, "decode") and
             bits.
-        chunks: messages of a step, which overlap with what is done to others.
+        chunks: messages of a step; sending one overlaps with work on the others.
     """
 
     far: Traffic
@@ -271,7 +271,7 @@ PEERS: dict[str, Algorithm] = {
 }
 
 
-# ---- What it costs -------------------------------------------------------------------------------
+# ---- Costs ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -281,7 +281,7 @@ class Path:
     Attributes:
         alpha: seconds from a message's sending until the other acts on it, on an idle path.
         message: processor seconds of a message, for its sender as for its receiver.
-        byte: processor seconds of a byte, for both alike.
+        byte: processor seconds of a byte, for the sender and for the receiver.
         turn: seconds that it waits for its receiver to get a core, for each rank on that core but
             the receiver.
     """
@@ -338,7 +338,7 @@ def predict(name: str, size: int, bits: int, ranks: Ranks, constants: Constants)
 
 @dataclass(frozen=True)
 class Machine:
-    """The constants of a machine, but for its links' rate and its hosts' cores.
+    """The constants of a machine, without the rate of its links and the cores of its hosts.
 
     Defaults are where simulator.py's fit begins.
 

@@ -1,12 +1,15 @@
-"""What averages gradients in DistributedDataParallel: cgx, and what torch has for gloo.
+"""Contenders that average gradients in DistributedDataParallel: cgx and torch's hooks over gloo.
 
 ddp_step.py times them.
 
-Three of torch's hooks need help on gloo. DDP refuses bf16_compress_hook by its name where there is
-no CUDA. The quantization hooks read futures as NCCL fills them; quantization_pertensor_hook gets
-an all_gather that does so (cgx_ops.bench.peers), quantization_perchannel_hook fails on it too and
-is left out. And PowerSGD and the quantization hooks start their later collectives in callbacks:
-with several buckets ranks do so in different orders, and gloo aborts, so they get one bucket.
+Some of torch's hooks need help on gloo:
+
+- bf16_compress_hook is refused by its name where there is no CUDA, so it gets another name.
+- The quantization hooks expect futures as NCCL fills them. quantization_pertensor_hook gets an
+  all_gather that does so (cgx_ops.bench.peers). quantization_perchannel_hook still fails and is
+  left out.
+- PowerSGD and the quantization hooks start collectives in callbacks. With several buckets the order
+  differs between ranks, and gloo aborts. So they get one bucket.
 """
 
 from collections.abc import Callable
@@ -29,7 +32,7 @@ Wrap = Callable[[nn.Module], nn.Module]  # a model, as one that averages its gra
 
 
 def bf16_hook(group: dist.ProcessGroup, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Do as torch's hook does, under a name that DDP does not refuse."""
+    """Call torch's hook, under a name that DDP accepts."""
     return default_hooks.bf16_compress_hook(group, bucket)
 
 

@@ -1,11 +1,11 @@
-"""A step of DistributedDataParallel with cgx beside gloo and torch's own compression hooks.
+"""Time a step of DistributedDataParallel with cgx, gloo and torch's compression hooks.
 
     python benchmarks/hosts.py --rate 1gbit -- python benchmarks/ddp_step.py [--link-rate 1gbit]
     torchrun --nnodes 2 ... benchmarks/ddp_step.py      # on each host: cgx over TCP, without MPI
 
-The model is fixed (steps.py): 25.2 million parameters, plain SGD, one thread a rank. The batch is
-chosen so that forward, backward and update take about 100 ms (--compute-ms). DDP's settings are
-torch's defaults but where ddp_contenders.py says otherwise.
+The model is fixed (steps.py): 25.2 million parameters, plain SGD, one thread per rank. The batch is
+chosen so that forward, backward and update take about 100 ms (--compute-ms). DDP has torch's
+default settings, with the exceptions in ddp_contenders.py.
 """
 
 import ddp_contenders
@@ -14,8 +14,8 @@ import torch.distributed as dist
 from steps import WIDTH, Step, calibrate, measured, parser_of, publish, report_of
 from torch import nn
 
-# Steps after which all is as it stays: PowerSGD compresses from the third on, DDP makes its buckets
-# anew after the first, and the backend cgx attaches its hook in the first.
+# Steps before timing: PowerSGD compresses from the third step on, DDP rebuilds its buckets after
+# the first, and the backend cgx attaches its hook in the first.
 WARM_UP = 3
 
 

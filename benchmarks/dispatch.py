@@ -1,15 +1,15 @@
-"""What a collective of cgx_ops.jax adds to the launch of a small program.
+"""Time that a collective of cgx_ops.jax adds to the launch of a small program.
 
     python benchmarks/dispatch.py [--json FILE]
     mpirun -n 2 python benchmarks/dispatch.py [--json FILE]     # the part "ranks"
 
-Every program multiplies NUMEL values by two; `plain` does no more, the others reduce the product
-too. All contenders of a part run interleaved: a round times CALLS calls of each in turn, each
-waited for; the table shows medians over rounds of rank 0, and what is above `plain`.
+Every program multiplies NUMEL values by two. `plain` does nothing else; the others also reduce the
+product. All contenders take turns: a round times CALLS calls of each, and waits for each call. The
+table has medians over rounds on rank 0, and the difference to `plain`.
 
-    one device   a mesh of one, a world of one: nothing to send, what remains is JAX's own launch
-    two devices  of this process, for information: XLA meets at a barrier, cgx sends 4 bits
-    ranks        for information: jit launches from Python, and the ordered effect's tokens
+    one device   a mesh and a world of one: nothing is sent, only JAX's launch remains
+    two devices  of this process: XLA uses a barrier, cgx sends 4 bits
+    ranks        jit launches from Python, with the tokens of the ordered effect
 """
 
 import argparse

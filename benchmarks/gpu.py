@@ -40,7 +40,7 @@ _MEDIUM, _SMALL = 64 << 20, 4096  # bytes of a tensor
 
 @dataclass(frozen=True)
 class Target:
-    """A figure that was aimed at.
+    """A target of a figure.
 
     Attributes:
         what: it is.
@@ -145,7 +145,7 @@ def targets_table(reports: Reports) -> Table:
 
 
 def text_of(reports: Reports) -> str:
-    """Return all that stands between the document's marks."""
+    """Return the text between the markers of the document."""
     newest = max(reports.values(), key=lambda report: report.machine["date"])
     gpu = "{gpus} x {gpu}, driver for CUDA {driver}, built with CUDA {toolkit}".format(
         **newest.settings
@@ -161,7 +161,7 @@ def text_of(reports: Reports) -> str:
 
 
 def write(document: Path, reports: Reports) -> None:
-    """Put the tables between the document's marks, in place of what was there."""
+    """Replace the text between the markers of the document by the tables."""
     before, begin, rest = document.read_text().partition(BEGIN)
     _, end, after = rest.partition(END)
     if not (begin and end):

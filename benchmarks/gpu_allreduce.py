@@ -1,4 +1,4 @@
-"""allreduce among ranks that share one GPU: by wire, bits and size, and what a small call costs.
+"""Time allreduces among ranks that share one GPU: by connection, bits and size, and small calls.
 
     mpirun -n 2 python benchmarks/gpu_allreduce.py [--json FILE]      # processes
     python benchmarks/gpu_allreduce.py --threads 2 [--json FILE]      # threads of one process
@@ -220,7 +220,7 @@ def as_process(options: argparse.Namespace) -> list[Result]:
 
 
 def as_threads(options: argparse.Namespace) -> list[Result]:
-    """Measure ranks that are threads of this process, each on a stream of its own."""
+    """Measure ranks that are threads of this process, each on another stream."""
     size = options.threads
     barrier, seconds = threading.Barrier(size, timeout=_TIMEOUT), [0.0] * size
 
@@ -286,7 +286,7 @@ def main() -> None:
     options = parser.parse_args()
     faulthandler.dump_traceback_later(_TIMEOUT, exit=True)
     if options.threads:
-        # CUDA has not started yet; docs/explanation/gpu.md says why.
+        # CUDA has not started yet; docs/explanation/gpu.md has the reason.
         os.environ |= {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "CUDA_MODULE_LOADING": "EAGER"}
     try:
         results = as_threads(options) if options.threads else as_process(options)

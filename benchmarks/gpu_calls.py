@@ -1,4 +1,4 @@
-"""What the benchmarks on a GPU share: libcgx's calls on torch's tensors, and what the GPU is.
+"""Shared by the GPU benchmarks: calls of libcgx on torch's tensors, and a description of the GPU.
 
 Calls are made ready once and then repeated, as a binding written in C++ would: what remains of
 Python is one call of ctypes.

@@ -1,6 +1,6 @@
-"""Says which NVIDIA GPUs the driver knows, or why none can be used; exit status 1 then.
+"""Print the NVIDIA GPUs of this machine; exit with status 1 and the reason if there are none.
 
-Needs neither cgx_ops nor a package: `make gpu` asks before it builds.
+Needs no packages, because `make gpu` runs it before the build.
 """
 
 import ctypes

@@ -1,4 +1,4 @@
-"""What an allreduce costs by the number of ranks and by size: cgx's algorithms, MPI_Allreduce.
+"""Time allreduces by number of ranks and by size: the algorithms of cgx, and MPI_Allreduce.
 
     python benchmarks/growth.py [--json FILE]              # 2, 4, 8, 16 threads, then processes
     mpirun -n 4 python benchmarks/growth.py [--json FILE]  # the ranks that mpirun starts
@@ -83,7 +83,7 @@ class Cost:
 def contenders(
     comm: Communicator, bits: Sequence[int], nested: bool, x: Array, out: Array
 ) -> Iterator[tuple[str, int, Timed]]:
-    """Yield algorithm, bits and call of what takes part at this size.
+    """Yield algorithm, bits and call of each contender at this size.
 
     nested: several hosts have several ranks. x: a rank's values; out: of the same shape.
     """
@@ -140,7 +140,7 @@ class ThreadRank:
         self._seconds[self._rank] = seconds
         self._barrier.wait()
         slowest = max(self._seconds)
-        self._barrier.wait()  # before somebody writes again
+        self._barrier.wait()  # before the next value is written
         return slowest
 
 

@@ -1,21 +1,21 @@
-"""Several hosts on one machine: namespaces joined by a switch, links of a chosen rate, delay, loss.
+"""Emulate several hosts on one machine, with links of a chosen rate, delay and loss.
 
     python benchmarks/hosts.py --hosts 2 --rate 1gbit [--ranks-per-host 1] -- program args...
 
-runs a program by mpirun, one or more ranks on each host. From Python:
+starts a program by mpirun, with one or more ranks on each host. From Python:
 
     with Hosts(2, rate="1gbit") as hosts:
         print(hosts.mpirun(1, [sys.executable, "program.py"]).stdout)
 
-A host has a network stack, a host name and a /dev/shm of its own; files and processors are shared.
-Host i is "h<i>" at 10.99.0.<i+1>, on eth0. Needs root and the tools of iproute2 and util-linux.
+Each host has its own network stack, host name and /dev/shm. Files and processors are shared. Host i
+is "h<i>" at 10.99.0.<i+1>, on eth0. Needs root and the tools of iproute2 and util-linux.
 
-    machine   a mount namespace with a /run/netns of its own; `ip netns` keeps the names there
-    network   a namespace for each host and one for the switch, a bridge; shape() sets the links
-    commands  each in a PID namespace of its own; mpirun reaches other hosts by an agent, not by ssh
+    machine   a mount namespace with a private /run/netns, where `ip netns` stores the names
+    network   a namespace for each host, and one for the switch, a bridge; shape() sets the links
+    commands  each in a new PID namespace; mpirun reaches other hosts by an agent, not by ssh
 
-Nothing has a name outside, so runs side by side do not meet, and nothing can be left behind: what
-holds the machine is a process that ends with ours, however ours ends, and its commands do too.
+No name is visible outside, so parallel runs do not collide. The namespaces belong to a child process
+that ends with this one, even after a kill, so nothing is left behind.
 """
 
 import argparse
@@ -36,7 +36,7 @@ SUBNET = "10.99.0"  # seen by these hosts only
 MAX_HOSTS = 100
 
 _TOOLS = {"iproute2": ("ip", "tc"), "util-linux": ("unshare", "nsenter", "setpriv")}
-_NAMES = Path("/run/netns")  # where `ip` looks; in the machine it is a tmpfs of its own
+_NAMES = Path("/run/netns")  # where `ip` looks; in the machine a private tmpfs
 _HOLD = f"mkdir -p {_NAMES} && mount -t tmpfs none {_NAMES} && echo ready && exec cat"
 _TAIL = 4000  # characters of a rank's output that a failure shows
 
@@ -70,16 +70,16 @@ _ENVIRONMENT = {
     "PATH": f"{Path(sys.prefix, 'bin')}:{os.environ.get('PATH', os.defpath)}",  # of prted
     "PYTHONUNBUFFERED": "1",  # a kill loses nothing
 }
-# Each rank writes to files of its own: nothing is interleaved, and a kill loses nothing.
+# Each rank writes to its own files, so that output is not interleaved or lost by a kill.
 _CAPTURE = 'exec "$@" > "$0/$OMPI_COMM_WORLD_RANK.out" 2> "$0/$OMPI_COMM_WORLD_RANK.err"'
 
 
 class Unavailable(RuntimeError):
-    """The machine cannot have such hosts or links; it says why, and the remedy."""
+    """The machine cannot emulate such hosts or links; the message has the reason and the remedy."""
 
 
 class CommandFailed(RuntimeError):
-    """A command on the hosts failed or ran out of time; it shows the end of every rank's output."""
+    """A command failed or ran out of time; the message has the end of each rank's output."""
 
 
 def refusal() -> str:
@@ -251,7 +251,7 @@ class Hosts:
         timeout: float = 600,
         capture: bool = True,
     ) -> subprocess.CompletedProcess[str]:
-        """Run a command on one host, in a /dev/shm of its own.
+        """Run a command on one host, with a private /dev/shm.
 
         Args:
             host: index of the host.
@@ -276,7 +276,7 @@ class Hosts:
         env: Mapping[str, str] | None = None,
         timeout: float = 600,
     ) -> list[subprocess.CompletedProcess[str]]:
-        """Run commands[i] on host i, all at once: what launchers other than mpirun do.
+        """Run commands[i] on host i, in parallel, as launchers other than mpirun do.
 
         Arguments and errors are those of run(); the others go on when one fails.
         """

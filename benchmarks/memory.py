@@ -1,11 +1,11 @@
-"""How much memory an allreduce takes beyond its tensors.
+"""Measure the memory that an allreduce takes beyond its tensors.
 
     mpirun -n 2 python benchmarks/memory.py [--sizes SIZE ...] [--json FILE]
 
-Each contender has a communicator of its own and the same two arrays, which are in memory already.
-It reduces the first 1 MiB of them, then 4 MiB and so on: what it keeps for later calls counts for
-these. Memory is the most that was resident in a rank since the first call, less what was before; of
-all ranks the most. Pages that ranks share count in each of them.
+Each contender has its own communicator and the same two arrays, which are in memory already. It
+reduces the first 1 MiB, then 4 MiB, and so on, so buffers of earlier calls count for later ones.
+The result is the peak of resident memory since the first call minus the memory before it, the
+largest of all ranks. Pages that ranks share count in each of them.
 """
 
 import argparse
@@ -54,7 +54,7 @@ def forget_peak() -> None:
 
 
 def in_flight(comm: Communicator, config: Config, x: Array, out: Array) -> None:
-    """Reduce parts that are all under way at once."""
+    """Reduce parts of the array by simultaneous calls."""
     requests = [
         comm.allreduce_async(part, config=config, out=to)
         for part, to in zip(np.split(x, IN_FLIGHT), np.split(out, IN_FLIGHT), strict=True)
@@ -69,7 +69,7 @@ def one_call(comm: Communicator, config: Config, x: Array, out: Array) -> None:
 
 
 def contenders(comm: Communicator) -> dict[str, Reduce]:
-    """Return what is measured, by name; cgx's have communicators of their own."""
+    """Return the contenders by name; each of cgx's has another communicator."""
 
     def cgx(reduce: Callable[..., None], bits: int) -> Reduce:
         own = comm.split(0, name=f"{reduce.__name__} {bits}")
@@ -86,7 +86,7 @@ def contenders(comm: Communicator) -> dict[str, Reduce]:
 
 
 def measure(name: str, reduce: Reduce, x: Array, out: Array, sizes: Sequence[int]) -> list[Taken]:
-    """Return what the contender took, size by size; equal on all ranks."""
+    """Return the memory of a contender, size by size; equal on all ranks."""
     before = resident("VmRSS")
     forget_peak()
     found = []

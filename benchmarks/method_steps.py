@@ -1,11 +1,11 @@
-"""A training step of every method of examples/methods, interleaved, on the ranks of mpirun.
+"""Time a training step of every method of examples/methods, interleaved, on the ranks of mpirun.
 
     PYTHONPATH=examples/methods python benchmarks/hosts.py --rate 1gbit -- \
       python benchmarks/method_steps.py images [--json FILE]
 
-convergence.py runs this on its links. A method whose first steps are others than the rest is
-measured twice: WARM + its name is the first of all its steps, over and over. Of one that averages
-every so many steps, so many are one sample. ALONE are steps that average nothing.
+convergence.py runs this on its links. A method with a warm-up is measured twice: WARM + its name is
+its first step, repeated. For a method that averages every N steps, N steps are one sample. ALONE is
+a step without averaging.
 """
 
 import argparse
@@ -38,9 +38,9 @@ _ENDLESS = 1 << 20
 
 @dataclass(frozen=True)
 class Step:
-    """How long a method's step takes: median and quartiles, in seconds of the slowest rank.
+    """Seconds of a method's step on the slowest rank: median and quartiles.
 
-    Of one that averages every so many steps: the mean over so many.
+    For a method that averages every N steps it is the mean of N steps.
     """
 
     method: str

@@ -1,4 +1,4 @@
-"""How much of a slow collective hides behind computation: cgx beside gloo, compiled and in DDP.
+"""Measure how much of a slow collective overlaps with computation: cgx and gloo, compiled and DDP.
 
     mpirun -n 2 python benchmarks/overlap.py [--json FILE] [--delay SECONDS] [--rounds N]
 
@@ -65,7 +65,7 @@ class Row:
 
 
 def seconds(call: Callable[[], object], late: float) -> float:
-    """Time one call on all ranks at once; rank 1 begins `late` seconds after the others."""
+    """Time one call that all ranks start together; rank 1 starts `late` seconds later."""
     dist.barrier()
     if dist.get_rank() == 1:
         time.sleep(late)

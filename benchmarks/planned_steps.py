@@ -1,4 +1,4 @@
-"""How well the planner foresees a step, and what its groups gain, on real links.
+"""Compare the planner's predictions and groups with measured steps.
 
     python benchmarks/hosts.py --hosts 2 --rate 1gbit -- python benchmarks/planned_steps.py
 
@@ -108,7 +108,7 @@ class Timed:
 def groupings(
     numels: dict[str, int], ready: list[float], costs: Costs, config: Config
 ) -> dict[str, Sequence[Sequence[int]]]:
-    """Return the usual groups, then the planned ones, by what they are called."""
+    """Return the usual groups, then the planned ones, by name."""
     counts = list(numels.values())
     sizes = [encoded_bytes(n, config) for n in counts]
     return {

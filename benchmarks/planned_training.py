@@ -8,7 +8,7 @@ The model of ddp_step.py and jax_step.py: 25.2 million parameters, 100.8 with --
     ready     when gradients are there: in torch recorded by hooks, in JAX estimated
     costs     of messages among these ranks (cgx_ops.planner.measure)
     tune      a few plans in steps; costs that explain these, and the best plan (planner.tune)
-    steps     all groupings in turn, round after round, each by a plan of its own: in torch the
+    steps     all groupings in turn, round after round, each with its plan: in torch the
               backward pass of DistributedDataParallel, whose buckets are joined to groups; in JAX
               jax_step.py's whole step, and so the rest of it is in predictions
 """
@@ -39,7 +39,7 @@ _BACKWARD_SHARE = 2 / 3  # of a step's multiplications, and so of one that compu
 
 
 class Training(NamedTuple):
-    """What a framework tells of a training step.
+    """A training step of a framework.
 
     Attributes:
         numels: values of each parameter, by name.

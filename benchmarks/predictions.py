@@ -1,9 +1,9 @@
-"""What the cost model says of ranks that this machine cannot have: up to 4,096.
+"""Predictions of the cost model for up to 4,096 ranks.
 
     rule_table()   the fastest algorithm by size, and what `auto` loses beside it
     draw()         times by ranks; the fastest algorithm by ranks and size
 
-Each rank has a core of its own here.
+Each rank has one core.
 """
 
 import itertools
@@ -109,7 +109,7 @@ def rule_table(machine: Machine) -> Table:
         text_columns=3,
         sections=[i for i in range(1, len(rows)) if rows[i][0] != rows[i - 1][0]],
         notes=[
-            "Encoded sizes from 264 bytes to 132 MiB; each rank has a core of its own.",
+            "Encoded sizes from 264 bytes to 132 MiB; each rank has one core.",
             "Headers go from everyone to everyone: with a rank a host they alone take "
             f"{time_text(headers)} of processor time on each of {RANKS[-1]:,} ranks.",
         ],

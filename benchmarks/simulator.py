@@ -1,4 +1,4 @@
-"""Predicts the time of an allreduce for up to 4,096 ranks, and says how well such predictions hold.
+"""Predict the time of an allreduce for up to 4,096 ranks, and check the predictions.
 
     python benchmarks/simulator.py [--json FILE] [--plot FILE]
 
@@ -49,7 +49,7 @@ class World:
     """Where growth.py runs.
 
     Attributes:
-        hosts: made by hosts.py; 1: this machine as it is.
+        hosts: made by hosts.py; 1: this machine itself.
         per_host: ranks on each.
         rate: of the hosts' links, as tc writes it; "": as fast as the machine is.
         sizes: bytes of fp32.
@@ -81,7 +81,7 @@ class World:
 
 _SIZES = (4 << 10, 64 << 10, 1 << 20, 16 << 20)
 _FITTED_NEAR = (4 << 10, 1 << 20)
-_FITTED_FAR = (4 << 10, 16 << 20)  # the larger tells what a link carries
+_FITTED_FAR = (4 << 10, 16 << 20)  # the larger size determines the rate of the link
 WORLDS = (
     World(1, 2, "", _SIZES, _FITTED_NEAR),
     World(1, 4, "", _SIZES, _FITTED_NEAR),
@@ -168,7 +168,7 @@ def codec_rates() -> dict[tuple[str, int], float]:
 # ---- 2. Fit --------------------------------------------------------------------------------------
 
 
-# Of Machine; the others are measured, each by itself.
+# Fields of Machine; the others are measured separately.
 _FITTED_CONSTANTS = (
     "far_alpha", "far_turn", "near_message", "near_turn", "call", "efficiency",
 )  # fmt: skip
@@ -218,7 +218,7 @@ _CHECKED = (
 
 
 def check_table(samples: Sequence[Sample], predicted: Sequence[float]) -> Table:
-    """Return a row for each world and size: what was measured, and what was predicted over it."""
+    """Return a row for each world and size: the measured time, and the ratio of the prediction."""
     cells: dict[tuple[World, int], dict[tuple[str, int], str]] = {}
     for sample, expected in zip(samples, predicted, strict=True):
         cost = sample.cost

@@ -1,11 +1,11 @@
-"""Training steps in phases: what a step computes, and how much longer it takes with its peers.
+"""Divide training steps into computation and communication.
 
 ddp_step.py and jax_step.py share this. Phases:
 
     calibrate()  the batch whose step computes for the time asked for; ranks agree on it
     measured()   compute alone and every contender's step, interleaved; then one step of each with
                  the network's counters read around it
-    report_of()  "communicate" is what a step takes above compute: what nothing could hide
+    report_of()  "communicate" is the time of a step above its computation
 """
 
 import argparse

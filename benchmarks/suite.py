@@ -1,11 +1,11 @@
-"""Runs all benchmarks, in under 15 minutes: reports, tables and plots in benchmarks/results/.
+"""Run all benchmarks in under 15 minutes; writes reports, tables and plots to benchmarks/results/.
 
     make bench                                   # all parts
     python benchmarks/suite.py [part ...]        # some; --list shows them
 
-A part is a few runs (PARTS); each run is one command, printed before it starts, and writes
-results/<name>.json. What cannot run here is skipped with the reason. At the end all reports of the
-folder, older ones too, become tables.md and the plots (plots.py).
+A part is a few runs (PARTS). Each run is one command, which is printed before it starts and writes
+results/<name>.json. Runs that need missing tools are skipped with the reason. At the end all
+reports of the folder, also older ones, become tables.md and the plots (plots.py).
 """
 
 import argparse
@@ -39,7 +39,7 @@ class Run:
         name: of its report.
         program: the words after "python"; --json FILE is added.
         ranks: on each host.
-        hosts: of hosts.py; 0: this machine as it is.
+        hosts: made by hosts.py; 0: this machine itself.
         rate: of the hosts' links; None: unlimited.
         timeout: seconds until it is ended.
         makes_hosts: whether the program itself makes hosts.
@@ -185,7 +185,7 @@ def write_tables(reports: list[Report]) -> None:
     newest = max(reports, key=lambda report: report.machine["date"])
     versions = ", ".join(f"{name} {number}" for name, number in newest.machine["versions"].items())
     text = [
-        "# What the benchmarks found",
+        "# Results of the benchmarks",
         "Written by `make bench`; how to read them: [README.md](../README.md).",
         f"{newest.machine['mpi']}, {versions}; {newest.machine['platform']}.",
     ]

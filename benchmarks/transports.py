@@ -2,9 +2,8 @@
 
     hosts.py --hosts 2 --rate 1gbit -- python transports.py --link-rate 1gbit [--json FILE]
 
-Every rank is on a host of its own. A round times, in turns: cgx over MPI, cgx over TCP, each exact
-and in 4 bits, MPI_Allreduce and gloo. `tcp / mpi` is the median over rounds of the one's time over
-the other's of the same round.
+Every rank is on another host. A round times cgx over MPI and over TCP, each exact and in 4 bits,
+MPI_Allreduce and gloo. `tcp / mpi` is the median over rounds of the ratio of their times.
 """
 
 import argparse
@@ -111,7 +110,7 @@ def table_of(found: list[Found], where: str) -> Table:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="MPI and TCP between hosts, in turns.")
+    parser = argparse.ArgumentParser(description="Compare MPI and TCP between hosts.")
     sizes = [parse_size(size) for size in (SIZES[0], "256KiB", "4MiB", SIZES[-1])]
     parser.add_argument("--sizes", type=parse_size, nargs="+", default=sizes)
     parser.add_argument("--link-rate", type=parse_rate, help="of each host, as in 1gbit")
