@@ -191,7 +191,7 @@ def table_of_trained(found: list[Trained]) -> Table:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Adam's second moment of compressed gradients")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--rate", type=float, default=6e-3, help="of learning (default 6e-3)")
+    parser.add_argument("--rate", type=float, default=8e-3, help="of learning (default 8e-3)")
     parser.add_argument("--steps", type=int, default=200, help="of a training (default 200)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results there")
     parser.add_argument("--plot", metavar="FILE", help="also draw the second moments")

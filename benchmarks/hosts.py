@@ -14,8 +14,8 @@ is "h<i>" at 10.99.0.<i+1>, on eth0. Needs root and the tools of iproute2 and ut
     network   a namespace for each host, and one for the switch, a bridge; shape() sets the links
     commands  each in a new PID namespace; mpirun reaches other hosts by an agent, not by ssh
 
-No name is visible outside, so parallel runs do not collide. The namespaces belong to a child process
-that ends with this one, even after a kill, so nothing is left behind.
+No name is visible outside, so parallel runs do not collide. The namespaces belong to a child
+process that ends with this one, even after a kill, so nothing is left behind.
 """
 
 import argparse
