@@ -1,4 +1,4 @@
-"""What every test shares: the header's lines, and what runs under `mpirun pytest`.
+"""Shared by all tests: report header, selection under `mpirun pytest`, warnings.
 
 Deadlines and markers are in pyproject.toml.
 """
@@ -12,13 +12,13 @@ from support import rank_checks
 import cgx_ops
 from cgx_ops._core import binary, library, user_warnings
 
-# A busy machine fails no test: each has pyproject.toml's limit.
+# Deadlines of hypothesis are disabled: each test has the limit of pyproject.toml.
 hypothesis.settings.register_profile("without deadlines", deadline=None)
 hypothesis.settings.load_profile("without deadlines")
 
 
 def pytest_report_header() -> list[str]:
-    """Show which libraries are tested."""
+    """Show the versions of the tested libraries."""
     build = library.describe()
     bindings = [name for name in ("torch", "jax") if name in binary.built_with()]
     return [
@@ -28,16 +28,15 @@ def pytest_report_header() -> list[str]:
 
 
 def pytest_runtest_setup() -> None:
-    """Show each test the warnings that earlier ones have seen."""
+    """Reset warnings, so that each test sees those that earlier ones have seen."""
     user_warnings.forget()
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip, under mpirun, what starts processes of its own or is about one process.
+    """Skip, under mpirun, tests that start processes or test a single process.
 
-    Raises:
-        UsageError: whole files have no item for a check of a rank program that they launch.
+    Raises UsageError if whole files are run and a check of their rank programs has no item.
     """
     if not any("::" in argument for argument in config.args):
         for program, names in rank_checks.left_out(items).items():
@@ -50,5 +49,5 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Have rank programs run the checks that are selected."""
+    """Make rank programs run the selected checks."""
     rank_checks.select(session.items)

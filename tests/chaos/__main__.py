@@ -21,7 +21,7 @@ from chaos.worker import FRAMEWORKS
 
 
 class Campaign:
-    """Rounds of consecutive seeds over one transport, in several lanes at once."""
+    """Rounds of consecutive seeds over one transport, in several parallel lanes."""
 
     def __init__(
         self,
@@ -83,8 +83,10 @@ class Campaign:
         workers = pool.take(spec)
         result = Referee(spec, workers, self._lateness).run()
         result.failures = checks.judge(result, self._lateness)
-        closed = any(told.played and told.played.base_closed for told in result.ranks)
-        lost = closed or any(told.died_at for told in result.ranks)
+        closed = any(
+            rank_state.played and rank_state.played.base_closed for rank_state in result.ranks
+        )
+        lost = closed or any(rank_state.died_at for rank_state in result.ranks)
         fate = "kill" if result.failures else "end" if lost else "keep"
         result.failures += pool.give_back(spec, workers, fate)
         self.results.append(result)
@@ -95,16 +97,16 @@ class Campaign:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="chaos", description=__doc__)
     parser.add_argument("--rounds", type=int, default=1000, help="of each transport")
-    parser.add_argument("--seed", type=int, default=1, help="of the first round")
+    parser.add_argument("--seed", type=int, default=1, help="seed of the first round")
     parser.add_argument("--transport", choices=TRANSPORTS, action="append")
-    parser.add_argument("--fault", choices=FAULTS, help="this one in every round")
-    parser.add_argument("--lanes", type=int, default=4, help="rounds at once")
-    parser.add_argument("--seconds", type=float, default=1180, help="at most, in all")
-    parser.add_argument("--verbose", action="store_true", help="tell each round before it is run")
+    parser.add_argument("--fault", choices=FAULTS, help="use this fault in every round")
+    parser.add_argument("--lanes", type=int, default=4, help="number of parallel rounds")
+    parser.add_argument("--seconds", type=float, default=1180, help="time limit of the whole run")
+    parser.add_argument("--verbose", action="store_true", help="print each round before it starts")
     options = parser.parse_args()
 
     lateness, begin = machine.Lateness(), time.monotonic()
-    until = begin + options.seconds  # of all transports together
+    until = begin + options.seconds  # limit of all transports together
     campaigns = []
     with tempfile.TemporaryDirectory(prefix="cgx-chaos-") as folder:
         server = Server(Path(folder))

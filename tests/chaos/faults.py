@@ -1,8 +1,8 @@
-"""The faults: a table, and what the victim does to itself.
+"""The faults: a table, and the functions that a victim applies to itself.
 
-A fault is brought in one of three ways: before a step of the traffic, on the thread that runs it;
-by a timer, on a thread of its own, at any moment; or at once. What stops a process, it does to
-itself too; the referee lets it go on.
+A fault occurs in one of three ways: before a step of the traffic, on its thread; by a timer, on a
+separate thread, at any moment; or immediately. A stopped process stops itself; the referee
+continues it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MIB = 1 << 20
 
 
 class Uncaught(Exception):
-    """What a rank raises and nobody catches."""
+    """An exception that a rank raises and does not catch."""
 
 
 @dataclass(frozen=True)
@@ -35,18 +35,18 @@ class Fault:
     """A row of the table.
 
     Attributes:
-        act: what the victim does to itself.
-        how: where: "timer", "step", "started" (a step between starting and waiting, if the traffic
+        act: the function that the victim applies to itself.
+        how: when: "timer", "step", "started" (a step between starting and waiting, if the traffic
             has one) or "never".
-        kills: the victim's process ends.
-        stops: it stands still, and the referee lets it go on after `lasts` times the deadline.
-        harmless: all ranks must get values.
-        starves: what the victim lacks also fails Python's own calls: MemoryError is then right.
-        interrupts: the victim's KeyboardInterrupt is right.
-        peers_late: all other ranks sleep so long before their first step, instead of the victim.
+        kills: whether the victim's process ends.
+        stops: whether the victim stops; the referee continues it after `lasts` times the deadline.
+        harmless: whether all ranks must get values.
+        starves: whether Python's own calls may fail, too; MemoryError is then accepted.
+        interrupts: whether the victim may raise KeyboardInterrupt.
+        peers_late: whether all other ranks, not the victim, sleep before their first step.
         delay_exponents: the timer's delay is 10 to a power between these, in seconds.
-        lasts: bounds of how long it lasts, in deadlines.
-        deadline: of the round; None: the seed picks it.
+        lasts: bounds of the duration, in deadlines.
+        deadline: the deadline of the round; None: determined by the seed.
     """
 
     act: Callable[[Member], None]
@@ -64,7 +64,7 @@ class Fault:
     deadline: float | None = None
 
 
-# ---- What the victim does ------------------------------------------------------------------------
+# ---- The victim's faults -------------------------------------------------------------------------
 
 
 def _nothing(_member: Member) -> None:
@@ -80,7 +80,7 @@ def _exit(_member: Member) -> None:
 
 
 def _raise(_member: Member) -> None:
-    raise Uncaught("chaos: nobody catches this")
+    raise Uncaught("chaos: an uncaught exception")
 
 
 def _stop(_member: Member) -> None:
@@ -96,7 +96,7 @@ def _interrupt(_member: Member) -> None:
 
 
 def _interrupt_soon(member: Member) -> None:
-    """By the kernel's timer: a thread of ours would be late on a busy machine."""
+    """Use the kernel's timer: a thread would be late on a busy machine."""
     signal.setitimer(signal.ITIMER_REAL, member.round.delay)
 
 
@@ -116,7 +116,7 @@ def _little_memory(member: Member) -> None:
 
 
 def _no_shared_memory(member: Member) -> None:
-    """Make ftruncate of memory files fail, as a full /dev/shm or a limit of a container would."""
+    """Make ftruncate of memory files fail, like a full /dev/shm or a container's limit."""
     _lower(resource.RLIMIT_FSIZE, (0, 4096, 64 << 10, MIB)[member.round.amount])
 
 
@@ -129,10 +129,10 @@ _before: dict[int, tuple[int, int]] = {}
 
 
 def restore_limits() -> None:
-    """Give back what the faults took from this process."""
+    """Restore the limits that the faults have lowered."""
     while _before:
         resource.setrlimit(*_before.popitem())
-    with contextlib.suppress(PermissionError):  # it stays nice then
+    with contextlib.suppress(PermissionError):  # the process keeps its priority in this case
         os.setpriority(os.PRIO_PROCESS, 0, 0)
 
 
@@ -148,7 +148,7 @@ def _fork(use: bool) -> Callable[[Member], None]:
             signal.alarm(20)
             status = _use(member) if use else 0
             if member.round.amount % 2:
-                atexit._run_exitfuncs()  # as a child that leaves its interpreter does
+                atexit._run_exitfuncs()  # as a child does when its interpreter exits
         finally:
             os._exit(status)
 
@@ -156,7 +156,7 @@ def _fork(use: bool) -> Callable[[Member], None]:
 
 
 def _use(member: Member) -> int:
-    """Call what a child may not: it must get an error, at once."""
+    """Make calls that a child must not make: they must raise immediately."""
     from cgx_ops import Closed
 
     begin = time.monotonic()
@@ -189,12 +189,12 @@ FAULTS: dict[str, Fault] = {
     "ctrl-c": Fault(
         _interrupt, "timer", interrupts=True, weight=2, delay_exponents=(-5, -2), lasts=(0, 0)
     ),
-    # In the middle of starting, and the others come when all that the victim had is freed.
+    # In the middle of starting; the others start when all of the victim's resources are freed.
     "ctrl-c, starting": Fault(
         _interrupt_soon, "started", interrupts=True, peers_late=True, may_be_early=False, weight=2,
         delay_exponents=(-5, -2.5), lasts=(0.1, 0.1),
     ),
-    # The others come late, the victim waits: it must hear of it before they come.
+    # The others are late and the victim waits: it must react before they come.
     "ctrl-c, waiting": Fault(
         _interrupt, "timer", interrupts=True, peers_late=True, may_be_early=False, weight=0.5,
         delay_exponents=(-1.5, -1), lasts=(0.7, 0.7), deadline=4.0,
@@ -202,13 +202,13 @@ FAULTS: dict[str, Fault] = {
 }  # fmt: skip
 
 
-# ---- When ----------------------------------------------------------------------------------------
+# ---- Timing --------------------------------------------------------------------------------------
 
 
 class CtrlC:
-    """Raises KeyboardInterrupt inside `with`, once: later signals of the round change nothing.
+    """Raise KeyboardInterrupt inside `with`, once; later signals of the round have no effect.
 
-    Of SIGINT, and of the timer's SIGALRM, which stands for it.
+    Handles SIGINT, and the timer's SIGALRM, which replaces it.
     """
 
     def __init__(self) -> None:
@@ -218,7 +218,8 @@ class CtrlC:
     def __enter__(self) -> CtrlC:
         self._armed = True
         for number in (signal.SIGINT, signal.SIGALRM):
-            signal.signal(number, self._handle)  # for good: a late one finds nothing armed
+            # installed permanently: a late signal finds nothing armed
+            signal.signal(number, self._handle)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -234,7 +235,7 @@ class CtrlC:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """Wait with it: for what the harness itself must not leave half done."""
+        """Hold the interrupt back while the harness does something that must not be interrupted."""
         self._held += 1
         try:
             yield
@@ -246,7 +247,7 @@ class CtrlC:
 
 
 def arm(member: Member) -> None:
-    """Start the victim's timer, if its fault comes by one."""
+    """Start the victim's timer, if its fault uses one."""
     fault = FAULTS[member.round.fault]
     if not member.is_victim or fault.how != "timer":
         return
@@ -262,6 +263,6 @@ def arm(member: Member) -> None:
 
 
 def suffer(member: Member) -> None:
-    """Bring the fault, now."""
+    """Apply the fault now."""
     member.note_fault(time.monotonic())
     FAULTS[member.round.fault].act(member)

@@ -1,4 +1,4 @@
-"""The machine: how late it wakes sleepers, what is left on it, where a process is stuck."""
+"""The machine: wake-up delays, leftovers, and where a process is stuck."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _NAP = 0.01  # seconds
 
 
 class Lateness(threading.Thread):
-    """Measures how much later than asked this machine wakes a sleeper: what bounds must allow for.
+    """Measures how late this machine wakes sleeping threads; time limits must allow for this.
 
     Attributes:
-        worst: the latest wake-up so far, in seconds.
+        worst: the largest delay so far, in seconds.
     """
 
     def __init__(self) -> None:
@@ -37,27 +37,27 @@ class Lateness(threading.Thread):
             self.worst = max(self.worst, now - asked)
 
     def slack(self, since: float) -> float:
-        """Return what a bound of something that began then has to allow beyond itself, in seconds.
+        """Return the extra seconds to allow for something that began at `since`.
 
-        Several things have to be woken one after another until a rank has heard of a failure.
+        Several threads must be woken one after another until a rank detects a failure.
         """
         return 0.2 + 10 * self.worst_since(since)
 
     def worst_since(self, since: float) -> float:
-        """Return the latest wake-up since then, in seconds."""
+        """Return the largest delay since then, in seconds."""
         return max((late for at, late in list(self._samples) if at >= since), default=0)
 
 
-# ---- What is left --------------------------------------------------------------------------------
+# ---- Leftovers -----------------------------------------------------------------------------------
 
 
 def alive(pid: int) -> bool:
-    """Tell whether a process is there and not a zombie."""
+    """Return whether a process exists and is not a zombie."""
     return state(pid) not in ("", "Z", "X")
 
 
 def state(pid: int) -> str:
-    """Return its state as in /proc/PID/stat: "T" stands still; "" is gone."""
+    """Return its state from /proc/PID/stat: "T" is stopped; "" does not exist."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):
@@ -80,7 +80,7 @@ def kill(pid: int) -> None:
 
 
 def session(leader: int) -> list[int]:
-    """Return the processes of a session that still run."""
+    """Return the running processes of a session."""
     found = []
     for pid in (int(entry) for entry in os.listdir("/proc") if entry.isdigit()):
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -98,11 +98,11 @@ def shared_memory_of(pid: int | str) -> frozenset[str]:
     return frozenset(path for path in paths if path.startswith("/dev/shm/"))
 
 
-# ---- Where it is stuck ---------------------------------------------------------------------------
+# ---- Stuck processes -----------------------------------------------------------------------------
 
 
 def describe(pid: int) -> str:
-    """Say where each thread of a process waits; its Python stack goes to its own log."""
+    """Describe where each thread of a process waits; its Python stack goes to its own log."""
     lines = []
     with contextlib.suppress(OSError):
         os.kill(pid, signal.SIGUSR1)

@@ -1,4 +1,4 @@
-"""A rank in one round: its communicator, its traffic, what each call of it came to."""
+"""A rank in one round: its communicator, its traffic, and the outcomes of its calls."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ USABLE_TIMEOUT = 10.0  # seconds; of the check that a process can still reduce
 
 
 class Failed(Exception):
-    """A call of the traffic failed: the traffic ends."""
+    """A call of the traffic failed, which ends the traffic."""
 
 
 class BootstrapFailed(ConnectionError):
-    """The referee could not gather: a rank of the bootstrap is gone or late."""
+    """The referee could not gather: a rank of the bootstrap is lost or late."""
 
 
 class Member:
-    """A rank in one round: what traffic and faults see."""
+    """A rank in one round, as used by traffic and faults."""
 
     def __init__(
         self, play: Play, connection: Connection, base: Communicator | None, notes: int
@@ -54,7 +54,7 @@ class Member:
         self._connection, self._base, self._notes = connection, base, notes
         self._ctrl_c = faults.CtrlC()
         self._comm: Communicator | None = None
-        self.names: list[str] = []  # of the communicators that the round makes
+        self.names: list[str] = []  # names of the communicators that the round creates
         self.survivors: Communicator | None = None
         self.outcomes: list[Outcome] = []
         self.children: list[int] = []
@@ -64,8 +64,8 @@ class Member:
         self.fault_at: float | None = None
         self.complaints: list[str] = []
         self.over = self._slept = False
-        # A rank that stood still learns from its peers' closing that they are gone, not from its
-        # own deadline.
+        # A rank that was stopped must detect that its peers closed their connections, not wait for
+        # its own deadline.
         self.timeout = self.round.deadline
         if self.is_victim and self.round.fault == "stop, started":
             self.timeout *= 4
@@ -80,7 +80,7 @@ class Member:
     # ---- The communicator ------------------------------------------------------------------------
 
     def make(self) -> None:
-        """Make the round's communicator, and one of its survivors where no bootstrap can later."""
+        """Create the round's communicator, and one of the survivors if that needs a bootstrap."""
         rest = self.round.survivors
         if self._base is not None and len(rest) in range(2, self.size) and self.rank in rest:
             self.survivors = self.attempt(None, lambda: self._group(rest, "rest"), making=True)
@@ -92,7 +92,7 @@ class Member:
             faults.arm(self)
 
     def again(self, ranks: tuple[int, ...]) -> Communicator:
-        """Return a new communicator of those that live."""
+        """Return a new communicator of the survivors."""
         if self.survivors is not None:
             return self.survivors
         if self._base is None:
@@ -128,18 +128,18 @@ class Member:
         if self.round.transport == "hybrid" and hosts and len(set(hosts)) == 1:
             possible = {"shm"}
         if self.round.early and self.round.fault in ("descriptors", "memory", "shared memory"):
-            possible.add("mpi")  # which all ranks fall back to
+            possible.add("mpi")  # the fallback of all ranks
         return possible
 
     def note_fault(self, now: float) -> None:
-        """Tell the referee when, even if this process does not live to say so."""
+        """Report the time to the referee, even if this process dies immediately afterwards."""
         self.fault_at = now
         os.pwrite(self._notes, struct.pack("d", now), 0)
 
     # ---- What traffic calls ----------------------------------------------------------------------
 
     def step(self, *, started: bool = False) -> None:
-        """Give the fault its chance, before a call or between starting and waiting."""
+        """Apply the fault if it is due, before a call or between starting and waiting."""
         if self.fault.peers_late and not self.is_victim and not self._slept:
             self._slept = True
             time.sleep(self.round.lasts)
@@ -161,20 +161,20 @@ class Member:
         deadline: float | None = None,
         making: bool = False,
     ) -> Any:
-        """Call, and note what came of it.
+        """Call a function and record the outcome.
 
         Args:
-            case: what the oracle is asked for; None: the call gives no values.
+            case: the case for the oracle; None: the call returns no values.
             function: the call.
             begin: when its deadline began; None: now.
-            ranks: those of the round that take part; None: all.
-            local: so many ranks inside this process take part instead, this one as rank 0.
-            deadline: seconds that are allowed; None: the round's.
-            making: it makes a communicator.
+            ranks: the participating ranks of the round; None: all.
+            local: number of ranks inside this process that participate instead, this one as rank 0.
+            deadline: allowed seconds; None: the round's.
+            making: whether the call creates a communicator.
 
         Raises:
-            Failed: it raised; the traffic ends.
-            KeyboardInterrupt: as it was.
+            Failed: the call raised; the traffic ends.
+            KeyboardInterrupt: passed through.
         """
         begin = time.monotonic() if begin is None else begin
         result, error = None, None
@@ -213,7 +213,7 @@ class Member:
         return result
 
     def attempt_on_thread(self, case: Case, function: Callable[[], Any]) -> bool:
-        """Do as attempt() does; return whether it went well."""
+        """Do the same as attempt(), but return whether the call succeeded."""
         try:
             self.attempt(case, function)
         except Failed:
@@ -228,10 +228,10 @@ class Member:
         if isinstance(error, KeyboardInterrupt):
             return self.is_victim and self.fault.interrupts
         if "Too many open files" in str(error) and self.round.fault == "descriptors":
-            return True  # of gloo's sockets, too
+            return True  # also for gloo's sockets
         if "defect in cgx" in str(error) or "disagree on collective" in str(error):
             return False
-        # Ranks that disagree, or arguments out of range, would be the library's own doing here.
+        # Mismatched ranks, or arguments out of range, would be a defect of the library here.
         kinds: list[type[BaseException]] = [
             DeadlineExceeded, PeerFailed, Closed, SystemFailure, BootstrapFailed, Unsupported,
         ]  # fmt: skip
@@ -240,19 +240,19 @@ class Member:
 
             kinds.append(torch.distributed.DistError)
             if self.round.traffic == "torch backend" and type(error) is RuntimeError:
-                return "connectFullMesh" in str(error)  # of gloo inside of the backend
+                return "connectFullMesh" in str(error)  # raised by gloo inside of the backend
         if "jax" in sys.modules:
             import jax
 
             kinds.append(jax.errors.JaxRuntimeError)
-        if self.is_victim and self.fault.starves:  # of Python's own
+        if self.is_victim and self.fault.starves:  # raised by Python itself
             kinds += [MemoryError, ImportError]
         return isinstance(error, tuple(kinds))
 
     # ---- The round -------------------------------------------------------------------------------
 
     def play(self) -> None:
-        """Make the communicator, run the traffic, close. Errors are in outcomes."""
+        """Create the communicator, run the traffic, close. Errors become outcomes."""
         interrupted = False
         try:
             with self._ctrl_c:
@@ -265,16 +265,17 @@ class Member:
             interrupted = True
         except Failed:
             pass
-        except (MemoryError, RuntimeError):  # of this file's own: a thread that cannot start
+        except (MemoryError, RuntimeError):  # raised by this file: a thread that cannot start
             if not (self.is_victim and self.fault.starves):
                 raise
         self.over = True
         gc.collect()  # exceptions refer to frames, frames to arrays and requests
-        # If the library still writes to arrays that the interrupt has freed: take that memory.
+        # Allocate memory, to detect that the library still writes to arrays freed by the interrupt.
         sizes = traffic.SIZES if interrupted else ()
         canaries = [np.full(size, 7, np.float32) for size in sizes for _ in range(8)]
         time.sleep(self.round.lasts + 0.1 if interrupted else 0)
-        for name in self.names:  # by name: an interrupt may have come before there was an object
+        # by name: an interrupt may have occurred before there was an object
+        for name in self.names:
             with contextlib.suppress(Failed, NotFound):
                 self.attempt(None, Communicator.find(name).close)
         faults.restore_limits()

@@ -1,4 +1,4 @@
-"""What the referee and a worker say to each other: pickled, over a socket."""
+"""Messages between the referee and a worker: pickled, over a socket."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from chaos.rounds import Round
 
 @dataclass(frozen=True)
 class Hello:
-    """A process is there.
+    """A process has started.
 
-    token: what it was started for; rank: in its job; names: what it uses in /dev/shm.
+    token: identifies the purpose of the process; rank: its rank in the job; names: its files in
+    /dev/shm.
     """
 
     token: str
@@ -24,10 +25,10 @@ class Hello:
 
 @dataclass(frozen=True)
 class Play:
-    """Play a round as this rank of it.
+    """Play a round as this rank.
 
-    store_port: of torch's TCPStore in the referee's process, which no fault of a rank reaches; None
-    if the round needs none.
+    store_port: port of torch's TCPStore in the referee's process, which is safe from faults of
+    ranks; None if the round needs no store.
     """
 
     round: Round
@@ -37,7 +38,7 @@ class Play:
 
 @dataclass(frozen=True)
 class Gather:
-    """Give these bytes to all ranks of the bootstrap. The answer: theirs, or why not (a text)."""
+    """Gather bytes from all ranks of the bootstrap. The answer is all bytes, or an error text."""
 
     blob: bytes
 
@@ -47,15 +48,15 @@ class Outcome:
     """One call. Times are time.monotonic(), which all processes of a machine share.
 
     Attributes:
-        what: the call, in words.
-        case: if it gave values, of which call; size, hosts: among how many ranks, and each one's
-            host (None: they share one); members: each one's number in the communicator that all
-            others were made of, by which it draws noise (None: as here); place: this rank's among
-            them; digest: of the values.
-        error: the exception's class, "" if there was none; text: what it says.
-        right_kind: whether it is of a kind that the library may raise.
-        deadline: seconds that were allowed.
-        making: it made a communicator: several waits, each with a deadline.
+        what: a description of the call.
+        case: the case, if the call returned values; size, hosts: number of ranks, and each
+            rank's host (None: they share one); members: each one's number in the communicator
+            from which all others were created, which determines its noise (None: as here); place:
+            this rank's index among them; digest: of the values.
+        error: the exception's class, "" if there was none; text: its message.
+        right_kind: whether the library may raise this kind of error.
+        deadline: allowed seconds.
+        making: whether the call created a communicator: several waits, each with a deadline.
     """
 
     what: str
@@ -76,22 +77,22 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Played:
-    """The traffic is over on this rank, and its communicator closed."""
+    """The traffic has ended on this rank, and its communicator is closed."""
 
     outcomes: list[Outcome]
-    base_closed: bool  # of the job's world
+    base_closed: bool  # the job's world is closed
 
 
 @dataclass(frozen=True)
 class Check:
-    """All are done: check yourself; then reduce once more with these ranks, if they are several."""
+    """All ranks are done: check this process, then reduce once more with these ranks."""
 
     ranks: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Checked:
-    """What was found: complaints, and the calls of a new communicator."""
+    """Results of the checks: complaints, and the calls of a new communicator."""
 
     complaints: list[str] = field(default_factory=list)
     outcomes: list[Outcome] = field(default_factory=list)
@@ -99,12 +100,12 @@ class Checked:
 
 @dataclass(frozen=True)
 class Quit:
-    """Leave the interpreter."""
+    """Exit the interpreter."""
 
 
 @dataclass(frozen=True)
 class Ended:
-    """A worker of a zygote has: its exit code, or minus a signal's number."""
+    """A worker of a zygote has ended: its exit code, or minus a signal's number."""
 
     pid: int
     code: int

@@ -1,8 +1,8 @@
-"""The processes that rounds are played with.
+"""The processes that play rounds.
 
-Over shared memory: workers that a zygote forks, kept from round to round. Over mpi and hybrid: jobs
-of mpirun, four ranks each, of which a round takes some. A killed worker is replaced; a job that has
-lost a rank or its world is ended, and the next round starts another.
+With shared memory: workers forked by a zygote, reused for several rounds. With mpi and hybrid: jobs
+of mpirun with four ranks each, some of which play a round. A killed worker is replaced. A job that
+has lost a rank or its world is ended, and the next round starts another one.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from chaos import machine
 from chaos.messages import Ended, Hello, Quit
 from chaos.rounds import JOB_DEADLINE, JOB_HOSTS, Round
 
-_START = 60.0  # seconds until a process has said hello
-_EXIT = 30.0  # until one that was asked to leave has left: an interpreter with torch takes a while
-_TAIL = 6000  # characters of a log that a failure shows
-# Workers count their threads: OpenBLAS makes none, the core always as many.
-# TCP stays on this machine.
+_START = 60.0  # seconds until a process has connected
+_EXIT = 30.0  # seconds to exit on request: an interpreter with torch takes a while
+_TAIL = 6000  # characters of a log shown for a failure
+# Workers count their threads: OpenBLAS creates none, the core always the same number.
+# TCP uses the loopback interface only.
 _ENVIRONMENT = {
     **os.environ, "OPENBLAS_NUM_THREADS": "1", "CGX_THREADS": "2", "CGX_SOCKET_IFNAME": "lo"
 }  # fmt: skip
 _numbers = itertools.count()
 
-# Of a round's processes: used again; asked to leave, since a rank or their world is lost; killed.
+# A round's processes are reused, exit on request (a rank or their world is lost), or are killed.
 Fate = Literal["keep", "end", "kill"]
 
 
 class Worker:
-    """A process that plays rounds, as the referee sees it."""
+    """A process that plays rounds, from the referee's side."""
 
     def __init__(self, connection: Connection, pid: int, log: Path, starter: _Starter) -> None:
         self.connection, self.pid, self.log, self._starter = connection, pid, log, starter
@@ -48,7 +48,7 @@ class Worker:
         return f"{text[-_TAIL:]}{self._starter.tail()}"
 
     def code(self) -> int | None:
-        """Return how it ended, if that is known."""
+        """Return the exit code, if known."""
         return self._starter.code(self.pid)
 
     def tell_to_quit(self) -> None:
@@ -56,7 +56,7 @@ class Worker:
             self.connection.send(Quit())
 
     def quit(self, seconds: float) -> str:
-        """Have it leave its interpreter; return a complaint, or ""."""
+        """Make the worker exit its interpreter; return a complaint, or ""."""
         self.tell_to_quit()
         gone = machine.wait_gone(self.pid, seconds)
         complaint = "" if gone else f"did not exit within {seconds:.1f} s"
@@ -75,7 +75,7 @@ class Worker:
 
 
 class _Starter(Protocol):
-    """What workers come from."""
+    """The source of workers."""
 
     def tail(self) -> str: ...
 
@@ -83,7 +83,7 @@ class _Starter(Protocol):
 
 
 class Server:
-    """Where processes say hello: hands each connection to who waits for its token."""
+    """Accept connections of started processes, and match them with their tokens."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -113,27 +113,26 @@ class Server:
         return token
 
     def meet(self, token: str, seconds: float = _START) -> tuple[Connection, Hello]:
-        """Return the next process that says this token.
+        """Return the next process that connects with this token.
 
-        Raises:
-            queue.Empty: none did in time.
+        Raises queue.Empty if none did in time.
         """
         return self._waiting[token].get(timeout=seconds)
 
 
 class Pool(Protocol):
-    """Where a lane takes processes from."""
+    """The processes of a lane."""
 
     def take(self, spec: Round) -> list[Worker]:
         """Return the workers of a round, by rank."""
         ...
 
     def give_back(self, spec: Round, workers: list[Worker], fate: Fate) -> list[str]:
-        """Take back those that live; return complaints."""
+        """Take back the surviving workers; return complaints."""
         ...
 
     def close(self) -> list[str]:
-        """End them all; return complaints."""
+        """End all of them; return complaints."""
         ...
 
 
@@ -141,7 +140,7 @@ class Pool(Protocol):
 
 
 class Zygote:
-    """Forks workers of one framework, whose communicators use one transport."""
+    """A process that forks workers of one framework with one transport."""
 
     def __init__(self, server: Server, transport: str, framework: str) -> None:
         self._server = server
@@ -182,7 +181,7 @@ class Zygote:
 
 
 class Forked:
-    """Workers of zygotes; lanes share these, not the workers."""
+    """Workers forked by zygotes. Lanes share the zygotes, not the workers."""
 
     def __init__(self, zygotes: dict[str, Zygote]) -> None:
         self._zygotes = zygotes
@@ -197,14 +196,14 @@ class Forked:
         if fate == "kill":
             for worker in living:
                 worker.kill()
-        else:  # they have nothing in common that could be lost
+        else:  # they share no state that could be lost
             self._idle[spec.framework] += living
         return []
 
     def close(self) -> list[str]:
         for idle in self._idle.values():
             for worker in idle:
-                worker.tell_to_quit()  # all at once, then one after the other
+                worker.tell_to_quit()  # ask all first, then wait for one after the other
         complaints = [
             f"worker {worker.pid} {complaint}"
             for idle in self._idle.values()
@@ -220,7 +219,7 @@ class Forked:
 
 
 class Job:
-    """Four ranks under mpirun, which live on when one of them dies."""
+    """Four ranks under mpirun, which survive the death of one of them."""
 
     def __init__(self, server: Server, transport: str, framework: str) -> None:
         token = server.expect(f"{transport}-{framework}")
@@ -242,7 +241,7 @@ class Job:
                 start_new_session=True,
             )
         self.workers: list[Worker] = []
-        self._names: set[str] = set()  # in /dev/shm, of any rank
+        self._names: set[str] = set()  # names in /dev/shm, of any rank
         try:
             met = [server.meet(token) for _ in range(size)]
         except queue.Empty:
@@ -258,10 +257,10 @@ class Job:
         return f"\n--- mpirun ---\n{text}" if text else ""
 
     def code(self, pid: int) -> int | None:
-        return None  # mpirun's ranks are mpirun's children
+        return None  # ranks are mpirun's children
 
     def quit(self, *, whole: bool) -> list[str]:
-        """Have all ranks leave; return complaints. whole: none was lost, so all end well."""
+        """Make all ranks exit; return complaints. whole: no rank was lost."""
         seconds = (
             2 * JOB_DEADLINE + _EXIT
         )  # at exit each step has a deadline: docs/explanation/failures.md
@@ -285,8 +284,8 @@ class Job:
         return complaints
 
     def kill(self) -> None:
-        """End what is left of it."""
-        self.process.terminate()  # mpirun then removes what Open MPI keeps in /dev/shm
+        """Kill the remaining processes."""
+        self.process.terminate()  # mpirun then removes Open MPI's files in /dev/shm
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(10)
         for pid in machine.session(self.process.pid):
@@ -299,7 +298,7 @@ class Job:
 
 
 class Jobs:
-    """At most one job of each framework, for one lane."""
+    """At most one job per framework, for one lane."""
 
     def __init__(self, server: Server, transport: str) -> None:
         self._server, self._transport = server, transport

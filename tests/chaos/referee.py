@@ -1,6 +1,7 @@
-"""Leads one round: gives it to its workers, serves their bootstraps, and lets stopped ones go on.
+"""Runs one round: starts it on its workers, serves their bootstraps, continues stopped ranks.
 
-Two phases, each until every rank has told, died or run past its bound: traffic, then checks.
+There are two phases, traffic and checks. Each ends when every rank has reported, died or passed its
+limit.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ from chaos.traffic import KINDS, LOOPBACK
 
 
 @dataclass
-class Told:
-    """What the referee knows of one rank."""
+class RankState:
+    """The state of one rank, as far as the referee knows it."""
 
     worker: Worker
     played: Played | None = None
     checked: Checked | None = None
     died_at: float | None = None
-    stuck: str = ""  # where, if it ran past its bound
+    stuck: str = ""  # where, if it exceeded its limit
 
     @property
     def there(self) -> bool:
@@ -41,14 +42,14 @@ class Told:
 
 @dataclass
 class Result:
-    """A round and all that was seen of it.
+    """A round and its observations.
 
-    fault_at: when the fault came, if it did; stopped: when the victim stood still, until when;
-    excused: the machine was so late that deadlines may have passed by that alone.
+    fault_at: when the fault occurred, if it did; stopped: when the victim was stopped, and until
+    when; excused: the machine was so late that this alone may have exceeded deadlines.
     """
 
     spec: Round
-    ranks: list[Told]
+    ranks: list[RankState]
     begin: float
     fault_at: float | None = None
     stopped: tuple[float, float] | None = None
@@ -57,38 +58,38 @@ class Result:
 
     @property
     def first_errors(self) -> list[Outcome]:
-        """Each survivor's first call that failed."""
+        """Each survivor's first failed call."""
         found = []
-        for told in self.ranks:
-            outcomes = told.played.outcomes if told.played else []
+        for rank_state in self.ranks:
+            outcomes = rank_state.played.outcomes if rank_state.played else []
             found += [outcome for outcome in outcomes if outcome.error][:1]
         return found
 
 
 class Referee:
-    """One round."""
+    """Runs one round."""
 
     def __init__(self, spec: Round, workers: list[Worker], lateness: machine.Lateness) -> None:
         self._spec, self._lateness = spec, lateness
         self._fault = FAULTS[spec.fault]
-        self._result = Result(spec, [Told(worker) for worker in workers], time.monotonic())
+        self._result = Result(spec, [RankState(worker) for worker in workers], time.monotonic())
         self._stopped_at: float | None = None
         self._gathers: dict[int, bytes] = {}
         self._gathering: float | None = None
         self._gatherers: list[int] = []
 
     def run(self) -> Result:
-        """Play the round."""
+        """Run the round."""
         result, spec = self._result, self._spec
         store = _serve_store() if KINDS[spec.traffic].needs_store else None
         self._gatherers = list(range(spec.size))
-        for rank, told in enumerate(result.ranks):
-            told.worker.connection.send(Play(spec, rank, store.port if store else None))
+        for rank, rank_state in enumerate(result.ranks):
+            rank_state.worker.connection.send(Play(spec, rank, store.port if store else None))
         deadline = max(spec.deadline, JOB_DEADLINE if spec.by_mpirun else 0)
         self._until(Played, 4 * (deadline + 2) + spec.lasts)
         note = result.ranks[spec.victim].worker.log.with_suffix(".fault").read_bytes()
         result.fault_at = struct.unpack("d", note)[0] or None
-        living = [rank for rank, told in enumerate(result.ranks) if told.there]
+        living = [rank for rank, rank_state in enumerate(result.ranks) if rank_state.there]
         self._gatherers = living
         reducible = self._can_reduce(living)
         for rank in living:
@@ -99,52 +100,56 @@ class Referee:
         return result
 
     def _can_reduce(self, living: list[int]) -> bool:
-        """Whether survivors can have a communicator again: they have a bootstrap that is whole."""
+        """Return whether survivors can create a communicator: their bootstrap still works."""
         if not self._spec.by_mpirun:
             return len(living) >= 2
         if tuple(living) != self._spec.survivors:
             return False
-        played = [told.played for told in self._result.ranks if told.played]
+        played = [rank_state.played for rank_state in self._result.ranks if rank_state.played]
         if any(each.base_closed for each in played):
             return False
-        if self._fault.kills:  # they made one before, if they could
+        if self._fault.kills:  # they created one before, if they could
             made = [outcome for each in played for outcome in each.outcomes[:1]]
             return len(living) >= 2 and not any(outcome.error for outcome in made)
         return True
 
-    # ---- Until all have told ---------------------------------------------------------------------
+    # ---- Waiting for all reports -------------------------------------------------------------------
 
     def _until(self, kind: type[Played] | type[Checked], seconds: float) -> None:
         begin = time.monotonic()
         while waiting := [
-            told for told in self._result.ranks if told.there and not _told(told, kind)
+            rank_state
+            for rank_state in self._result.ranks
+            if rank_state.there and not _has_reported(rank_state, kind)
         ]:
             self._let_go_on()
             self._bound_gather()
-            connections = {told.worker.connection: told for told in waiting}
+            connections = {rank_state.worker.connection: rank_state for rank_state in waiting}
             for connection in wait(list(connections), timeout=0.005 if self._fault.stops else 0.05):
                 self._hear(connections[connection])  # type: ignore[index]
             bound = seconds + 2 * self._lateness.slack(begin)
             if time.monotonic() - begin > bound:
-                for told in waiting:
-                    told.stuck = f"after {bound:.1f} s\n{machine.describe(told.worker.pid)}"
-                time.sleep(0.3)  # for the stack that the signal makes it write
+                for rank_state in waiting:
+                    rank_state.stuck = (
+                        f"after {bound:.1f} s\n{machine.describe(rank_state.worker.pid)}"
+                    )
+                time.sleep(0.3)  # time to write the stack on the signal
 
-    def _hear(self, told: Told) -> None:
+    def _hear(self, rank_state: RankState) -> None:
         try:
-            message = told.worker.connection.recv()
+            message = rank_state.worker.connection.recv()
         except (EOFError, OSError):
-            told.died_at = time.monotonic()
+            rank_state.died_at = time.monotonic()
             self._answer_gather("a rank has died")
             return
-        rank = self._result.ranks.index(told)
+        rank = self._result.ranks.index(rank_state)
         if isinstance(message, Played):
-            told.played = message
-            # It takes no part in bootstraps any more: those that still do wait in vain.
+            rank_state.played = message
+            # A rank that gave up takes no part in bootstraps; the others wait in vain.
             if self._gathers:
                 self._answer_gather(f"rank {rank} has given up")
         elif isinstance(message, Checked):
-            told.checked = message
+            rank_state.checked = message
         elif isinstance(message, Gather):
             if not self._gathers:
                 self._gathering = time.monotonic()
@@ -156,16 +161,16 @@ class Referee:
                 self._answer_gather([self._gathers[rank] for rank in self._gatherers])
 
     def _gave_up(self, rank: int) -> bool:
-        told = self._result.ranks[rank]
+        rank_state = self._result.ranks[rank]
         checking = any(each.checked or each.played for each in self._result.ranks)
         return (
-            not told.there
-            or bool(told.played and not self._all_played())
-            or bool(checking and told.checked)
+            not rank_state.there
+            or bool(rank_state.played and not self._all_played())
+            or bool(checking and rank_state.checked)
         )
 
     def _all_played(self) -> bool:
-        return all(told.played for told in self._result.ranks if told.there)
+        return all(rank_state.played for rank_state in self._result.ranks if rank_state.there)
 
     def _answer_gather(self, answer: list[bytes] | str) -> None:
         for rank in self._gathers:
@@ -175,12 +180,12 @@ class Referee:
         self._gathering = None
 
     def _bound_gather(self) -> None:
-        """A bootstrap has its deadline too, like a Store's; the harness is slower than the core."""
+        """Limit the bootstrap, like a store's deadline; the harness is slower than the core."""
         if self._gathering and time.monotonic() - self._gathering > 2 * self._spec.deadline:
             self._answer_gather("a rank is late")
 
     def _let_go_on(self) -> None:
-        """Continue the victim when it has stood still long enough."""
+        """Continue the victim when it has been stopped long enough."""
         if not self._fault.stops or self._result.stopped:
             return
         pid = self._result.ranks[self._spec.victim].worker.pid
@@ -196,8 +201,8 @@ class Referee:
 def _serve_store() -> Any:
     """Return a TCPStore for one round.
 
-    It listens on IPv4 only: torch asks for the name of each client's address, and for IPv6 that may
-    wait for a name server.
+    It listens on IPv4 only: torch looks up each client's host name, which may wait for a name
+    server with IPv6.
     """
     import torch.distributed
 
@@ -209,5 +214,5 @@ def _serve_store() -> Any:
     )
 
 
-def _told(told: Told, kind: type[Played] | type[Checked]) -> bool:
-    return (told.played if kind is Played else told.checked) is not None
+def _has_reported(rank_state: RankState, kind: type[Played] | type[Checked]) -> bool:
+    return (rank_state.played if kind is Played else rank_state.checked) is not None

@@ -15,7 +15,7 @@ from chaos.referee import Result
 
 def table(results: Sequence[Result]) -> Table:
     """Return the table of all rounds."""
-    shown = Table(title="chaos: what came of each fault")
+    shown = Table(title="chaos: outcomes by fault")
     for column in ("transport", "fault", "rounds", "it came", "killed"):
         shown.add_column(column, justify="left" if column in ("transport", "fault") else "right")
     shown.add_column("survivors' first errors")
@@ -61,22 +61,22 @@ def _row(rounds: Sequence[Result]) -> list[str]:
 
 
 def show(results: Sequence[Result], worst_lateness: float, seconds: float, jobs: int) -> None:
-    """Print the table and what it rests on."""
+    """Print the table and its conditions."""
     Console(width=160).print(table(results))
     print(
         f"{len(results)} rounds in {seconds:.0f} s, {jobs} jobs of mpirun; this machine woke "
-        f"sleepers up to {worst_lateness * 1e3:.0f} ms late; in "
-        f"{sum(result.excused for result in results)} rounds a deadline might have passed by that"
+        f"sleepers up to {worst_lateness * 1e3:.0f} ms late, which alone may have exceeded "
+        f"a deadline in {sum(result.excused for result in results)} rounds"
     )
 
 
 def failure(result: Result) -> str:
-    """Return all that is known of a round that failed."""
+    """Return all details of a failed round."""
     lines = [f"FAILED {result.spec}"]
     lines += [f"  {text}" for text in result.failures]
-    for rank, told in enumerate(result.ranks):
-        tail = [f"  {line}" for line in told.worker.tail().splitlines()[-40:] if line.strip()]
-        lines += [f"  --- rank {rank}, process {told.worker.pid} ---", *tail] if tail else []
+    for rank, rank_state in enumerate(result.ranks):
+        tail = [f"  {line}" for line in rank_state.worker.tail().splitlines()[-40:] if line.strip()]
+        lines += [f"  --- rank {rank}, process {rank_state.worker.pid} ---", *tail] if tail else []
     spec = result.spec
     again = f'TRANSPORT={spec.transport} SEED={spec.seed} ROUNDS=1 FAULT="{spec.fault}"'
     lines.append(f"  again: make chaos {again}")

@@ -1,4 +1,4 @@
-"""What a process holds: descriptors and threads, of which a round must leave no more."""
+"""Descriptors and threads of a process, which a round must not leave behind."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ class Resources:
         gc.collect()
         self.descriptors = []
         for name in os.listdir("/proc/self/fd"):
-            with contextlib.suppress(FileNotFoundError):  # of the listing itself
+            with contextlib.suppress(FileNotFoundError):  # the descriptor of the listing itself
                 self.descriptors.append(os.readlink(f"/proc/self/fd/{name}"))
         self.threads = len(os.listdir("/proc/self/task"))
 
     def more_than(self, before: Resources) -> str:
-        """Say what there is more of; "" if nothing."""
-        # gloo keeps some of an interrupted group; what is this library's has these names.
+        """Describe what has increased; "" if nothing."""
+        # gloo keeps some descriptors of an interrupted group; those of this library have these
+        # names.
         if {"torch", "jax"} & set(sys.modules):
             of_core = [each for each in self.descriptors if "cgx" in each or "pidfd" in each]
             had = [each for each in before.descriptors if "cgx" in each or "pidfd" in each]
@@ -33,7 +34,7 @@ class Resources:
                 with contextlib.suppress(ValueError):
                     new.remove(each)
             return f"{len(of_core)} descriptors, {len(had)} before: {new}"
-        # The core makes its pool once; frameworks have pools that grow.
+        # The core creates its thread pool once; the pools of frameworks grow.
         made = max(before.threads, int(os.environ["CGX_THREADS"]))
         if self.threads > made and not {"torch", "jax"} & set(sys.modules):
             return f"{self.threads} threads, {before.threads} before"
@@ -41,7 +42,7 @@ class Resources:
 
 
 class ForeignFiles:
-    """Files that take the numbers of descriptors that the library has closed."""
+    """Files that reuse the numbers of descriptors that the library has closed."""
 
     def __init__(self, size: int) -> None:
         self._files = [os.memfd_create(f"foreign {number}") for number in range(32)]

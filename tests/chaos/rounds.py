@@ -1,4 +1,4 @@
-"""What a round is. Everything follows from the transport and the seed."""
+"""The definition of a round. It follows from the transport and the seed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from chaos.faults import FAULTS
 from chaos.traffic import KINDS
 
 TRANSPORTS = ("shm", "tcp", "mpi", "hybrid")
-JOB_HOSTS = {"mpi": "a,a,a,a", "hybrid": "a,a,b,b"}  # of each rank, where mpirun starts them
+JOB_HOSTS = {"mpi": "a,a,a,a", "hybrid": "a,a,b,b"}  # each rank's host, if mpirun starts them
 JOB_DEADLINE = 2.0  # CGX_TIMEOUT of those jobs, in seconds
 
 
@@ -18,17 +18,17 @@ class Round:
     """One round.
 
     Attributes:
-        members: of the job's ranks (shm: 0, 1, ...); rank i of the round is members[i].
-        traffic: a key of traffic.KINDS; framework is that kind's.
-        passes: how often the traffic is run.
-        deadline: seconds that a collective may take.
+        members: ranks of the job (shm: 0, 1, ...); rank i of the round is members[i].
+        traffic: a key of traffic.KINDS, which determines the framework.
+        passes: how often the traffic runs.
+        deadline: seconds allowed for a collective.
         fault: a key of faults.FAULTS.
-        victim: the rank of the round that suffers it.
-        early: the fault may come while the communicator is made, else after.
-        delay: seconds from there to the fault, of those that a timer brings.
-        step: before which step of the traffic it comes, of those that the rank does to itself.
-        lasts: seconds that it lasts (a stop, a sleep).
-        amount: how much is left of what runs out, from 0 to 3.
+        victim: the rank of the round that has the fault.
+        early: whether the fault may occur while the communicator is created, or only later.
+        delay: seconds until the fault, for faults by timer.
+        step: the step of the traffic before which the fault occurs, for the other faults.
+        lasts: its duration in seconds (a stop, a sleep).
+        amount: how much of an exhausted resource is left, from 0 to 3.
     """
 
     transport: str
@@ -51,7 +51,7 @@ class Round:
 
     @property
     def by_mpirun(self) -> bool:
-        """Whether its ranks are of a job of mpirun, not forked for this round."""
+        """Whether its ranks belong to a job of mpirun, instead of being forked."""
         return self.transport in JOB_HOSTS
 
     @property
@@ -68,7 +68,7 @@ class Round:
 
     @property
     def survivors(self) -> tuple[int, ...]:
-        """The ranks of the round that live on."""
+        """The ranks of the round that survive."""
         dead = self.victim if FAULTS[self.fault].kills else None
         return tuple(rank for rank in range(self.size) if rank != dead)
 
@@ -82,7 +82,7 @@ class Round:
 
 
 def make_round(transport: str, seed: int, only_fault: str | None = None) -> Round:
-    """Return the round of a seed. only_fault: in place of the one that the seed picks."""
+    """Return the round of a seed. only_fault: replaces the fault that the seed determines."""
     rng = random.Random(f"{transport} {seed}")
     size = rng.choice((3, 3, 4)) if transport == "hybrid" else rng.choice((2, 2, 3, 4))
     members = sorted(rng.sample(range(4), size)) if transport in JOB_HOSTS else range(size)
@@ -90,7 +90,7 @@ def make_round(transport: str, seed: int, only_fault: str | None = None) -> Roun
     name = only_fault or name
     fault = FAULTS[name]
     fitting = {key: kind for key, kind in KINDS.items() if kind.starts or fault.how != "started"}
-    if fault.starves:  # where a thread dies at its start, they wait for it for ever:
+    if fault.starves:  # these would wait forever for a thread that dies at its start:
         del fitting["torch backend"], fitting["threads"]  # gloo's constructor, Python's start()
     traffic = rng.choices(list(fitting), [kind.weight for kind in fitting.values()])[0]
     deadline = fault.deadline or rng.choice((1.0, 1.0, 1.5, 2.0))

@@ -1,4 +1,4 @@
-"""A slice of `make chaos`: what must hold when ranks die, stop, run out of something or raise."""
+"""A part of `make chaos`: ranks die, stop, run out of resources or raise."""
 
 import os
 import subprocess
@@ -14,7 +14,7 @@ ROUNDS += [pytest.param(each, 12, marks=pytest.mark.exhaustive) for each in ("mp
 
 @pytest.mark.parametrize(("transport", "rounds"), ROUNDS)
 def test_survivors(transport: str, rounds: int) -> None:
-    """Each has the oracle's bits or an error in time, is usable, and has left nothing."""
+    """Check that survivors have correct bits or an error in time, are usable, and leave nothing."""
     command = [sys.executable, "-m", "chaos", "--transport", transport, "--rounds", str(rounds)]
     done = subprocess.run(
         [*command, "--seed", "1", "--seconds", "200"],

@@ -1,8 +1,8 @@
-"""The traffic: a table of kinds, each a function that a member runs, and their calls.
+"""The traffic: a table of kinds. Each is a function that a member runs, and its calls.
 
-Every call is a Case of collective_cases.py, so the oracle knows each result from the case, the
-ranks and their hosts. A function calls member.step() before each call (a fault
-may come there) and member.step(started=True) between starting and waiting.
+Every call is a Case of collective_cases.py, so the oracle computes each result from the case, the
+ranks and their hosts. A function calls member.step() before each call (a fault may occur there) and
+member.step(started=True) between starting and waiting.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from cgx_ops import Communicator, Request
 if TYPE_CHECKING:
     from chaos.member import Member
 
-# Every compressor, short and in shards; with a residual where error feedback converges.
+# Every compressor, short and in shards, with a residual if error feedback converges.
 _COMPRESSED = [
     case
     for row in collective_cases.of_compressors()
@@ -65,7 +65,7 @@ _LARGE = (
     Case(1 << 19, 32, rounding="nearest", algorithm="one_shot"),
 )
 _EXACT = (Case(200_000, 32, rounding="nearest"), Case(200_000, 32, rounding="nearest", op="avg"))
-# What the bindings and the check at the end of a round call.
+# The cases for the bindings and for the check at the end of a round.
 _PLAIN = (
     Case(100, 4, 64, rounding="nearest"),
     Case(5003, 8, 512, rounding="nearest"),
@@ -82,8 +82,8 @@ SIZES = sorted({case.size for case in (*_SMALL, *_EXACT, *_LARGE)})
 class Kind:
     """A row of the table.
 
-    starts: it has steps between starting and waiting; framework: what a worker must have imported;
-    needs_store: the referee serves it a store.
+    starts: whether it has steps between starting and waiting; framework: the import that a worker
+    needs; needs_store: whether the referee must serve a store.
     """
 
     run: Callable[[Member, random.Random], None]
@@ -95,7 +95,7 @@ class Kind:
 
 @functools.lru_cache(maxsize=64)
 def _inputs(case: Case, rank: int, size: int) -> Any:
-    """Return what nobody writes to: copies of it are given to the library."""
+    """Return inputs that must not change; the library gets copies."""
     made = collective_cases.inputs(case, rank, size)
     if made.nbytes <= _WATCHED:
         _watched[(case, rank, size)] = made, digest(made)
@@ -107,7 +107,7 @@ _watched: dict[tuple[Case, int, int], tuple[Any, str]] = {}
 
 
 def changed_inputs() -> list[str]:
-    """Name the arrays of this process that somebody has written to."""
+    """Return the names of the arrays of this process that have changed."""
     return [
         f"{case} of rank {rank} of {size} begins with {made.ravel()[:3].tolist()}"
         for (case, rank, size), (made, right) in _watched.items()
@@ -118,7 +118,7 @@ def changed_inputs() -> list[str]:
 def prepare(
     case: Case, comm: Communicator, *, asynchronous: bool = False, **options: Any
 ) -> Callable[[], Any]:
-    """Return a call of the library; its input is a copy that nobody else holds."""
+    """Return a call of the library on a fresh copy of the input."""
     config = collective_cases.config_of(case)
     segments = collective_cases.segments_of(case, config)
     options |= {"config": config, "segments": segments, "seed": case.seed(comm.rank)}
@@ -141,7 +141,7 @@ def prepare(
 
 @dataclass(frozen=True)
 class _Keeping:
-    """A call in flight with a residual, which is part of what it gives."""
+    """A call in flight with a residual, which is part of its result."""
 
     request: Request
     residual: Any
@@ -164,7 +164,7 @@ def _in_order(member: Member, rng: random.Random) -> None:
 
 
 def _started(member: Member, rng: random.Random, cases: tuple[Case, ...], count: int) -> None:
-    """Start some, then wait for them in another order."""
+    """Start some calls, then wait for them in another order."""
     chosen = [case for case in rng.choices(cases, k=count) if case.verb == "allreduce"]
     order = rng.sample(range(len(chosen)), len(chosen))
     names = [f"{number}" if rng.random() < 0.5 else "" for number in range(len(chosen))]
@@ -196,7 +196,7 @@ def _large(member: Member, rng: random.Random) -> None:
 
 
 def _threads(member: Member, rng: random.Random) -> None:
-    """Three threads, each with names of its own."""
+    """Call from three threads, each with different names."""
     plans = [rng.choices(_SMALL, k=4) for _ in range(3)]
     member.step()
 
@@ -221,7 +221,7 @@ def _threads(member: Member, rng: random.Random) -> None:
 
 
 def _groups(member: Member, rng: random.Random) -> None:
-    """Make groups, use them, close them."""
+    """Create groups, use them, close them."""
     for number in range(2):
         ranks = sorted(rng.sample(range(member.size), rng.randint(1, member.size)))
         split = rng.random() < 0.5
@@ -285,7 +285,7 @@ def _torch_backend(member: Member, rng: random.Random) -> None:
     import torch.distributed
 
     dist: Any = torch.distributed
-    if member.passes:  # once a round
+    if member.passes:  # once per round
         return
     member.step()
     options = {
@@ -295,7 +295,7 @@ def _torch_backend(member: Member, rng: random.Random) -> None:
     }
     cases = [dataclasses.replace(case, bits=32) for case in rng.choices(_PLAIN, k=4)]
     try:
-        # Names of groups count up, on this rank alone where it failed to make one before.
+        # Group names are numbered, on this rank only if creating one has failed before.
         dist.distributed_c10d._world.group_count = 0
 
         def make() -> None:
@@ -325,7 +325,7 @@ def _torch_backend(member: Member, rng: random.Random) -> None:
             dist.destroy_process_group()
 
 
-_COMPILE = 30.0  # seconds that XLA may take: it waits for nobody
+_COMPILE = 30.0  # seconds allowed for XLA's compilation, which waits for no other rank
 # ---- JAX -----------------------------------------------------------------------------------------
 
 
@@ -369,7 +369,8 @@ def expected(
     members: tuple[int, ...] | None,
 ) -> list[str]:
     """Return the digest of the oracle's result, by rank. members: see messages.Outcome."""
-    draws = collective_cases.config_of(case).draws  # else noise is the same of any members
+    # otherwise the noise does not depend on the members
+    draws = collective_cases.config_of(case).draws
     return collective_cases.expected(case, size, hosts, members if draws else None)
 
 

@@ -1,9 +1,9 @@
-"""A rank: plays rounds that the referee gives it, then checks its own process.
+"""A rank: plays the rounds that the referee sends, then checks its own process.
 
     python -m chaos.worker ADDRESS TOKEN FOLDER FRAMEWORK HOSTS     under mpirun; see also zygote.py
 
-Phases of a round: make the communicator; traffic, until it ends or an error comes; close; tell.
-When all ranks have told: check this process, reduce once more, tell again.
+Phases of a round: create the communicator; traffic, until it ends or raises; close; report.
+When all ranks have reported: check this process, reduce once more, report again.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ FRAMEWORKS = {"numpy": [], "torch": ["torch", "cgx_ops.torch"], "jax": ["jax", "
 
 
 def load(framework: str) -> None:
-    """Import what rounds of a framework need. It starts no thread and no MPI."""
+    """Import the modules for a framework's rounds. This starts no thread and no MPI."""
     if framework == "jax":
         os.environ["JAX_PLATFORMS"] = "cpu"
     for module in FRAMEWORKS[framework]:
         importlib.import_module(module)
-    gc.freeze()  # what is imported is never garbage: rounds collect often, torch has much
+    gc.freeze()  # imports are never garbage: rounds collect often, and torch has many objects
 
 
-# ---- Afterwards ----------------------------------------------------------------------------------
+# ---- Checks after a round ------------------------------------------------------------------------
 
 
 def check(member: Member, message: Check) -> None:
@@ -52,7 +52,7 @@ def check(member: Member, message: Check) -> None:
     _reap(member)
     pair = Communicator.local(2, timeout=USABLE_TIMEOUT)
     with contextlib.suppress(Failed):
-        # Started, since that also frees what requests that nobody waited for still hold.
+        # Start calls, because that also frees requests without a wait.
         requests = [traffic.call(traffic.USABLE, comm, asynchronous=True) for comm in pair]
         for request in requests:
             member.attempt(traffic.USABLE, request.wait, local=2)
@@ -71,7 +71,7 @@ def check(member: Member, message: Check) -> None:
 
 
 def _reap(member: Member) -> None:
-    """Wait for forked children, a while; note those that did not end well."""
+    """Wait briefly for forked children; record those that failed."""
     deadline = time.monotonic() + 5
     while member.children and time.monotonic() < deadline:
         for child in list(member.children):
@@ -91,18 +91,19 @@ def _reap(member: Member) -> None:
 
 
 def play(connection: Connection, message: Play, base: Communicator | None, notes: int) -> None:
-    """Play one round and tell."""
+    """Play one round and report."""
     before = Resources()
     os.pwrite(notes, bytes(8), 0)
     member = Member(message, connection, base, notes)
     member.play()
     failed = any(outcome.error for outcome in member.outcomes)
-    # A peer that still read them would die of an empty one, and get wrong values from another.
+    # A peer that still read these files would crash with an empty one, and get wrong values from
+    # another one.
     foreign = ForeignFiles((8 << 20) if message.round.amount else 0) if failed else None
     closed = base is not None and base.closed
     connection.send(Played(member.outcomes, closed))
     while not isinstance(answer := connection.recv(), Check):
-        pass  # the answer to a bootstrap that was interrupted
+        pass  # the answer to an interrupted bootstrap
     if foreign:
         foreign.close()
     member.outcomes = []
@@ -110,7 +111,7 @@ def play(connection: Connection, message: Play, base: Communicator | None, notes
     if member.survivors is not None:
         member.survivors.close()
     growth = Resources().more_than(before)
-    until = time.monotonic() + 2  # what ends, ends on threads of its own
+    until = time.monotonic() + 2  # time for threads to end
     while growth and time.monotonic() < until:
         time.sleep(0.01)
         growth = Resources().more_than(before)
@@ -122,7 +123,7 @@ def play(connection: Connection, message: Play, base: Communicator | None, notes
 
 
 def serve(address: str, token: str, folder: str, rank: int, base: Callable[[], Any]) -> None:
-    """Connect to the referee and play rounds until it says Quit."""
+    """Connect to the referee and play rounds until it sends Quit."""
     log = os.open(f"{folder}/{token}.{rank}.log", os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -138,12 +139,12 @@ def serve(address: str, token: str, folder: str, rank: int, base: Callable[[], A
         try:
             play(connection, message, world, notes)
         except faults.Uncaught:
-            connection.close()  # under MPI this process stays until all others finalize
+            connection.close()  # under MPI this process remains until all others finalize
             raise
 
 
 def _warm_up() -> None:
-    """Make now what a process makes once: the core's threads, those of the frameworks."""
+    """Create everything that a process creates once: the threads of the core and the frameworks."""
     pair = Communicator.local(2)
     requests = [traffic.call(traffic.LARGEST, comm, asynchronous=True) for comm in pair]
     for request in requests:

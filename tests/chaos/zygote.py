@@ -1,9 +1,9 @@
-"""A process that has imported what rounds need, and forks a worker whenever it is told.
+"""A process that imports what rounds need, and forks a worker on each request.
 
     python -m chaos.zygote ADDRESS TOKEN FOLDER FRAMEWORK
 
-It starts neither cgx nor a thread, so its children begin as fresh processes do, but at once. It
-tells how each of them ended.
+It does not start cgx or a thread, so its children are like fresh processes, but start
+immediately. It reports how each of them ended.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ from support.jax_compressor_cases import (
     OLD,
     N,
     X,
-    check_given_up,
+    check_conservation,
     config_of,
     numpy_result,
     run,
@@ -326,7 +326,7 @@ def test_conservation(ranks: int, carrier: Any, algorithm: Any) -> None:
     for name in names:
         assert zeros[name].is_deleted(), "it was not donated"
         found = (fetch(tree[name]) for tree in (last, sums, residuals))
-        check_given_up(name, x, *(np.asarray(y, np.float64) for y in found))
+        check_conservation(name, x, *(np.asarray(y, np.float64) for y in found))
 
 
 # ---- 3. transformations, donation, export --------------------------------------------------------

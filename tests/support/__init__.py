@@ -1,1 +1,1 @@
-"""What tests and rank programs share: launchers, cases, comparisons."""
+"""Helpers of tests and rank programs: launchers, cases, comparisons."""

@@ -1,13 +1,13 @@
-"""The collectives that are compared with the oracle, on every transport and CPU target.
+"""Collectives that are compared with the oracle, on every transport and CPU target.
 
-A case says everything about one call; its inputs follow from it and the rank. Ranks print a digest
-of each result (tests/ranks/run_collectives.py), the test computes the oracle's once.
+A case determines one call; its inputs follow from the case and the rank. Ranks print a digest
+of each result (tests/ranks/run_collectives.py); the test computes the oracle's once.
 
-    MATRIX    bits x dtype x rounding x bucket_size x size, by sra and one_shot
-    SAMPLE    a seventh of it, with every pair of two arguments' values
+        MATRIX    bits x dtype x rounding x bucket_size x size, with sra and one_shot
+        SAMPLE    a seventh of it, with every pair of values of two arguments
     FEATURES  verbs, ops, algorithms, gather_bits, minimal_size, incomplete buckets, many segments,
               special values
-    COMPRESSORS  every row of the table at its settings: algorithms x ops x sizes, and the features
+        COMPRESSORS  every compressor with its settings: algorithms x ops x sizes, and the features
     HIERARCHICAL  several hosts: bits x intra_bits x dtype x op x size, and the features
 """
 
@@ -68,11 +68,11 @@ class Case:
     def seed(self, rank: int) -> int:
         """Return the seed of a rank's noise: 64 bits that differ between ranks and cases.
 
-        Places that all draw come from one seed.
+        Random indices come from one seed on all ranks.
         """
         rank = 0 if self.compressor == "randk" else rank
-        # Not str(self): where Ctrl-C has struck inside of it, as in tests/chaos, a dataclass takes
-        # every later one for a recursion and says "...".
+        # Not str(self): after Ctrl-C inside of it, as in tests/chaos, a dataclass treats every
+        # later call as a recursion and returns "...".
         text = cast(Any, Case.__repr__).__wrapped__(self)
         digest = hashlib.blake2b(f"{text}/{rank}".encode(), digest_size=8).digest()
         return int.from_bytes(digest, "little", signed=True)
@@ -85,7 +85,7 @@ MATRIX = [
         range(1, 9), DTYPES, ("nearest", "stochastic"), BUCKETS, SIZES
     )
     for algorithm in (("sra",) if size == SIZES[-1] else ("sra", "one_shot"))
-] + [  # shift differs from nearest in each bucket's header alone: fewer sizes
+] + [  # shift differs from nearest only in each bucket's header, so fewer sizes are enough
     Case(size, bits, bucket_size, dtype, "shift", algorithm=algorithm)
     for bits, dtype, bucket_size, (size, algorithm) in itertools.product(
         range(1, 9), DTYPES, BUCKETS, _SHIFTED
@@ -149,7 +149,7 @@ def _features() -> list[Case]:
         )
     ]
     cases += [Case(size, minimal_size=100) for size in (99, 100, 101)]
-    # A bucket larger than any message, and a message of more bytes than the exact values.
+    # A bucket larger than any message, and a message larger than the exact values.
     cases += [Case(300_000, bucket_size=1 << 20), Case(5000, 8, 1, "float16", algorithm="sra")]
     cases += [
         Case(1500, bits, 64, dtype, special=special, algorithm=algorithm)
@@ -175,7 +175,7 @@ def _features() -> list[Case]:
 
 
 def of_compressors() -> Iterator[dict[str, Any]]:
-    """Give each row of the table at its settings."""
+    """Yield each compressor with its settings."""
     yield from ({"compressor": "levels", "bits": bits} for bits in range(1, 5))
     yield from ({"compressor": "qsgd", "bits": bits} for bits in (2, 4, 8))
     names: tuple[Compressor, ...] = ("sign", "onebit", "ternary")
@@ -193,7 +193,7 @@ def of_compressors() -> Iterator[dict[str, Any]]:
         yield {"compressor": name, "bits": bits, "rotation": rotation}
 
 
-# Seven, so that whatever else takes turns meets each of them.
+# Seven, so that other alternating options occur with each of them.
 _DTYPES_IN_TURN = ("float32", "float16", "bfloat16", "float32", "bfloat16", "float16", "float32")
 
 
@@ -250,7 +250,7 @@ def _hierarchical() -> list[Case]:
         cases += [Case(1000, dtype=next(dtypes), special=each, **row) for each in ("nan", "zeros")]
         if row["compressor"] in ("levels", "qsgd"):
             cases.append(Case(1500, dtype=next(dtypes), intra_bits=4, **row))
-    # Picked: the first by size, the others by the hosts. These five are in the sample.
+    # Algorithms selected by size, and by the hosts. These five are in the sample.
     cases += [Case(1000), Case(100_003), Case(2**20 + 7, intra_bits=8)]
     cases += [Case(2**20 + 7, 32, op="avg"), Case(300_000, bucket_size=1 << 20)]
     return cases
@@ -291,7 +291,7 @@ SAMPLE = MATRIX[::7]  # 7 divides no argument's number of values: core/test_coll
 FEATURES = _features()
 COMPRESSORS = _compressors()
 _NESTED = _hierarchical()
-# On several hosts: tests/core/test_hierarchical.py. 5 divides no argument's number of values.
+# Several hosts: tests/core/test_hierarchical.py. 5 divides no argument's number of values.
 HIERARCHICAL = {"all": _NESTED, "sample": _NESTED[:-5:5] + _NESTED[-5:]}
 SETS = {
     "matrix": MATRIX,
@@ -303,28 +303,28 @@ SETS = {
 
 
 def has_rounding(case: Case) -> bool:
-    """Tell whether the compressor has a choice of roundings."""
+    """Return whether the compressor supports several roundings."""
     return case.compressor in ("uniform", "half")
 
 
 def inputs(case: Case, rank: int, world_size: int) -> npt.NDArray[Any]:
-    """Return what a rank gives: `world_size` blocks for reduce_scatter, else one."""
+    """Return a rank's input: `world_size` blocks for reduce_scatter, otherwise one."""
     random = np.random.default_rng([abs(case.seed(rank)) % 2**32, rank])
     numel = case.size * (world_size if case.verb == "reduce_scatter" else 1)
     x = random.standard_normal(numel).astype(np.float32)
     if case.special and numel:
         at = random.integers(0, numel, 3)
         if case.special in ("nan", "inf"):
-            # Of both signs, on one rank only: every rank must see it.
+            # Both signs, on one rank only: every rank must get the result.
             if rank == world_size - 1:
                 x[at] = [np.nan, -np.nan, np.nan] if case.special == "nan" else [np.inf, -np.inf, 1]
         elif case.special == "large":
-            # Whose sums and products of two exceed fp16, but not the average or product of all.
+            # Sums and products of two exceed fp16, but the average or product of all does not.
             x = np.clip(x, -0.5, 0.5) + 1
             inverted = case.op == "product" and 2 * rank >= world_size
             x *= {"product": 1 / 300 if inverted else 300}.get(case.op, 40_000)
         elif case.special == "lowest":
-            # Shifted grids that begin below the lowest number; all of it is on one rank.
+            # Shifted grids that begin below the lowest number; all values are on one rank.
             lowest = np.finfo(np.float32).min
             x = lowest * random.choice([0, 0.3, 1], numel).astype(np.float32) * (rank == 0)
         else:
@@ -337,7 +337,7 @@ def inputs(case: Case, rank: int, world_size: int) -> npt.NDArray[Any]:
 
 
 def residual_of(case: Case, rank: int) -> npt.NDArray[Any] | None:
-    """Return what a rank has lost before; None without feedback."""
+    """Return a rank's residual before the call; None without feedback."""
     if not case.feedback:
         return None
     random = np.random.default_rng([abs(case.seed(rank)) % 2**32, rank, 1])
@@ -346,7 +346,7 @@ def residual_of(case: Case, rank: int) -> npt.NDArray[Any] | None:
 
 
 def result_of(result: npt.NDArray[Any], residual: npt.NDArray[Any] | None) -> npt.NDArray[Any]:
-    """Return all that a call has given on a rank."""
+    """Return all results of a call on a rank."""
     return result if residual is None else np.concatenate([result, residual])
 
 
@@ -356,7 +356,7 @@ def digest(result: npt.NDArray[Any]) -> str:
 
 
 def config_of(case: Case) -> Config:
-    """Return how a case's values travel."""
+    """Return the Config of a case."""
     return Config(
         bits=case.bits,
         bucket_size=case.bucket_size,
@@ -375,7 +375,7 @@ def config_of(case: Case) -> Config:
 
 
 def converges(case: Case) -> bool:
-    """Tell whether error feedback does."""
+    """Return whether error feedback converges."""
     try:
         replace(config_of(case), error_feedback=True)
     except InvalidArgument:
@@ -384,7 +384,7 @@ def converges(case: Case) -> bool:
 
 
 def segments_of(case: Case, config: Config) -> list[Segment] | None:
-    """Return the segments of the library's call."""
+    """Return the segments for the library's call."""
     return [
         Segment(o, n, config.with_own(bits=b, bucket_size=k)) for o, n, b, k in case.segments
     ] or None
@@ -413,8 +413,8 @@ def expected(
 ) -> list[str]:
     """Return the digest of the oracle's result, by rank.
 
-    hosts: of each rank, if not one. noise_ranks: of an allreduce in a group, by which number each
-    one draws noise.
+    hosts: the host of each rank, if there are several. noise_ranks: for an allreduce in a group,
+    the rank number with which each one draws noise.
     """
     xs = [inputs(case, rank, world_size) for rank in range(world_size)]
     segments = [reference.Segment(*s) for s in case.segments] or [

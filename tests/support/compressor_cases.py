@@ -1,9 +1,9 @@
-"""Rows of the table of compressors at their settings, and values of all kinds to give them.
+"""Compressors with their settings, and values of all kinds for them.
 
 ROWS     knobs of cgx_ops.Config, by a name
-bits_of, settings_of, reference_knobs    what a row is to the library and to the oracle
-values   of a kind
-DISAGREE  settings of two ranks, and what of them the error names
+    bits_of, settings_of, reference_knobs    a row's arguments for the library and the oracle
+    values   values of a kind
+    DISAGREE  different settings of two ranks, and the part of the error that names them
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def _rows() -> list[dict[str, Any]]:
 
 
 ROWS = {" ".join(f"{name}={value}" for name, value in row.items()): row for row in _rows()}
-# Settings of some ranks and of another, and what of both the error names.
+# Settings of some ranks and of another, and the part of the error that names both.
 DISAGREE: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "compressor": ({}, {"compressor": "levels"}, "compressor uniform against levels"),
     "density": (
@@ -83,20 +83,20 @@ SHAPES = (
 
 
 def settings_of(row: dict[str, Any], bucket_size: int, **more: Any) -> Config:
-    """Return a row as the library takes it."""
+    """Return a row as a Config of the library."""
     return Config(bucket_size=bucket_size, **row, **more)
 
 
 def reference_knobs(row: dict[str, Any]) -> dict[str, Any]:
-    """Return a row as keyword arguments of the oracle's codec, but for the bits."""
+    """Return a row as keyword arguments of the oracle's codec, without the bits."""
     own = "stochastic" if row.get("compressor", "uniform") == "uniform" else "nearest"
     return {"rounding": own, **{name: row[name] for name in row if name != "bits"}}
 
 
 def values(kind: str, numel: int, dtype: str, seed: int = 0) -> npt.NDArray[Any]:
-    """Return values of a kind; "sizes" are from the smallest to the largest numbers.
+    """Return values of a kind; "sizes" ranges from the smallest to the largest numbers.
 
-    An even number of them lies around 2^-32 and 2^32, where sums over a bucket begin to be scaled.
+    An even number of them is around 2^-32 and 2^32, where sums over a bucket begin to be scaled.
     """
     random = np.random.default_rng([KINDS.index(kind), numel, seed])
     x = random.standard_normal(numel).astype(np.float32)
@@ -123,13 +123,13 @@ def values(kind: str, numel: int, dtype: str, seed: int = 0) -> npt.NDArray[Any]
         return x.astype(DTYPES[dtype])
 
 
-# ---- digests of what each CPU target makes of them -----------------------------------------------
+# ---- digests for each CPU target -----------------------------------------------------------------
 
 Case = tuple[str, str, str, int, int, bool]  # row, kind, dtype, elements, bucket_size, skip
 
 
 def _cases() -> list[Case]:
-    """Give each row all kinds, dtypes and shapes; of their product one in seven, and large ones."""
+    """Yield a seventh of all combinations of row, kind, dtype and shape, and large ones."""
     skips = {name: row.get("compressor") != "sign" for name, row in ROWS.items()}
     product = itertools.product(ROWS, KINDS, DTYPES, SHAPES, (False, True))
     cases: list[Case] = [
@@ -149,7 +149,7 @@ def digest(data: bytes) -> str:
 def library_digests(
     row: str, kind: str, dtype: str, numel: int, bucket_size: int, skip: bool
 ) -> list[str]:
-    """Return digests of the bytes that the library makes, and of what it decodes them to."""
+    """Return digests of the bytes that the library encodes, and of the decoded values."""
     config = settings_of(ROWS[row], bucket_size, skip_incomplete_buckets=skip)
     first = 3 * bucket_size
     data = quantize(values(kind, numel, dtype), config, rank=2, phase=1, first_index=first, seed=-5)
@@ -159,5 +159,5 @@ def library_digests(
 
 
 def with_one_nan(x: Any) -> bytes:
-    """Return bytes of values; raw ones keep their NaN, of which the oracle has one."""
+    """Return bytes of values with one form of NaN, as raw values keep theirs."""
     return np.where(np.isnan(x), x.dtype.type(np.nan), x).tobytes()

@@ -1,10 +1,10 @@
-"""Error feedback gives nothing up: over many steps inputs are the results and what is left.
+"""Conservation with error feedback: over many steps, inputs equal results plus residuals.
 
-    FED_BACK     every row of the table that may have residuals, at its settings
-    served       whether a binding has the algorithm for a row
+        FED_BACK     every compressor that supports residuals, with its settings
+        served       whether a binding supports the algorithm for a compressor
     BINDINGS     how each of them reduces an array, with its residual
-    run          the steps of one rank
-    check        what all ranks' steps must show together
+        run          runs the steps of one rank
+        check        checks the steps of all ranks together
 
 Bindings are imported when they are used.
 """
@@ -47,7 +47,7 @@ def values(rank: int, step: int, numel: int) -> Values:
 
 
 def served(binding: str, algorithm: str, knobs: dict[str, Any]) -> bool:
-    """`threshold` cannot be cut; in JAX a key says how values are rounded, which is not `shift`."""
+    """Exclude `threshold` in parts, and `shift` in JAX, where a key selects the rounding."""
     uncut = knobs.get("compressor") == "threshold" and algorithm != "one_shot"
     return not uncut and not (binding == "jax" and knobs.get("rounding") == "shift")
 
@@ -63,7 +63,7 @@ def of_numpy(comm: Communicator, op: Op, config: Config) -> Reduce:
 
 
 def of_torch(comm: Communicator, op: Op, config: Config, carrier: str = "native") -> Reduce:
-    """Seeds are torch's: of its generator, and of randk's places by the count of calls."""
+    """Use torch's seeds: its generator's, and for randk's indices the call index."""
     import torch
 
     from support import torch_cases as tc
@@ -80,12 +80,12 @@ def of_torch(comm: Communicator, op: Op, config: Config, carrier: str = "native"
 
 
 def of_torch_c10d(comm: Communicator, op: Op, config: Config) -> Reduce:
-    """By the default process group, which has the ranks of `comm`."""
+    """Use the default process group, which has the ranks of `comm`."""
     return of_torch(comm, op, config, "c10d")
 
 
 def of_jax(comm: Communicator, op: Op, config: Config) -> Reduce:
-    """On a device of this rank."""
+    """Run on a device of this rank."""
     import jax
 
     from cgx_ops.jax import allreduce_q
@@ -115,9 +115,9 @@ BINDINGS: dict[str, Callable[[Communicator, Op, Config], Reduce]] = {
 
 
 def run(comm: Communicator, op: Op, config: Config, reduce: Reduce, numel: int = NUMEL) -> Values:
-    """Return this rank's results, summed as sums; its last residual; the largest of both; in fp64.
+    """Return the sum of this rank's results, its last residual, and the largest of both, in fp64.
 
-    Ranks must share the seeds of `randk`'s places; of noise they have their own.
+    Ranks must share the seeds of `randk`'s indices; seeds of noise differ.
     """
     residual, total, largest = np.zeros(numel, np.float32), *np.zeros((2, numel))
     for step in range(STEPS):
@@ -129,11 +129,11 @@ def run(comm: Communicator, op: Op, config: Config, reduce: Reduce, numel: int =
 
 
 def check(ranks: Sequence[Values]) -> None:
-    """Require equal results of all ranks, and that all that was given is there or left.
+    """Require equal results on all ranks, and that inputs equal results plus residuals.
 
     In a step each rank's value passes at most 2 (size + 3) operations of fp32 (sums, a quotient,
-    differences, a product), each off by 2^-24 of a number that is no larger than all ranks' inputs,
-    residuals and results together.
+    differences, a product). Each is off by 2^-24 of at most the sum of all ranks' inputs, residuals
+    and results.
     """
     size, numel = len(ranks), ranks[0].shape[1]
     total = ranks[0][0]

@@ -1,4 +1,4 @@
-"""Builds the C++ tests beside libcgx.so, from the same objects."""
+"""Builds the C++ tests next to libcgx.so, from the same objects."""
 
 import os
 import shutil
@@ -11,15 +11,15 @@ BUILD = ROOT / "build" / "cmake"  # where setup.py built the core
 
 
 def tool(name: str) -> str:
-    """Return the program of this environment, else the one on PATH."""
+    """Return the program of this environment, or the one on PATH."""
     found = shutil.which(name, path=str(Path(sys.executable).parent)) or shutil.which(name)
     assert found, "pip install cmake ninja"
     return found
 
 
 def run(*command: object, timeout: float = 800) -> str:
-    """Run a command to its end and return what it wrote; its status must be 0."""
-    # make's jobserver is behind descriptors that do not come along: ctest 4.4 aborts without them.
+    """Run a command and return its output; its status must be 0."""
+    # The descriptors of make's jobserver are not inherited: ctest 4.4 aborts without them.
     environment = {name: value for name, value in os.environ.items() if name != "MAKEFLAGS"}
     done = subprocess.run(
         list(map(str, command)),
@@ -34,7 +34,7 @@ def run(*command: object, timeout: float = 800) -> str:
 
 
 def build(*targets: str) -> Path:
-    """Build these targets, by default all; return their folder."""
+    """Build these targets (default: all) and return their folder."""
     assert BUILD.exists(), f"{BUILD} is missing: build with pip install --no-build-isolation -e ."
     cmake = tool("cmake")
     run(cmake, "-S", ROOT / "cgx_ops/csrc", "-B", BUILD, "-DCGX_BUILD_TESTS=ON")

@@ -1,8 +1,8 @@
-"""What CUDA tests share: whether there is a GPU to run on, sizes and dtypes, and ranks on one GPU.
+"""Helpers of CUDA tests: detection of a GPU, sizes and dtypes, and several ranks on one GPU.
 
-A test that needs a GPU carries needs_gpu, and needs_torch_gpu or needs_jax_gpu if it is about one
-of these. Without a GPU it skips and says why. `make gpu` sets CGX_REQUIRE_GPU=1: nothing here skips
-then, so that what is missing there is a failure. Neither torch nor jax is imported to find out.
+Tests that need a GPU are marked needs_gpu, and needs_torch_gpu or needs_jax_gpu if they need that
+framework. Without a GPU they are skipped with a reason. `make gpu` sets CGX_REQUIRE_GPU=1: no test
+is skipped then, so a missing GPU is a failure. The detection imports neither torch nor jax.
 """
 
 import importlib.metadata
@@ -19,21 +19,21 @@ from support import launch
 
 REQUIRED = os.environ.get("CGX_REQUIRE_GPU") == "1"
 
-# ---- Is there a GPU? -----------------------------------------------------------------------------
+# ---- Detection of a GPU --------------------------------------------------------------------------
 
 
 def missing_gpu() -> str:
-    """Say what libcgx lacks to use a GPU here; "" if nothing."""
+    """Return the reason why libcgx cannot use a GPU here; "" if it can."""
     cuda = library.describe()["cuda"]
     if not cuda["built"]:
         return "cgx_ops was built without CUDA"
     if not cuda["driver"]:
         return "there is no NVIDIA driver here"
-    return "" if cuda["devices"] else "the NVIDIA driver knows no GPU here"
+    return "" if cuda["devices"] else "the NVIDIA driver reports no GPU here"
 
 
 def missing_torch_gpu() -> str:
-    """Say what torch lacks to use a GPU here; "" if nothing."""
+    """Return the reason why torch cannot use a GPU here; "" if it can."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return "torch is not installed"
@@ -44,7 +44,7 @@ def missing_torch_gpu() -> str:
 
 
 def missing_jax_gpu() -> str:
-    """Say what jax lacks to use a GPU here; "" if nothing."""
+    """Return the reason why jax cannot use a GPU here; "" if it can."""
     plugins = importlib.metadata.entry_points(group="jax_plugins")
     if not any("cuda" in plugin.name for plugin in plugins):
         return "jax is not installed with its CUDA plugin"
@@ -60,13 +60,13 @@ needs_gpu = _needs(missing_gpu)
 needs_torch_gpu = _needs(missing_torch_gpu)
 needs_jax_gpu = _needs(missing_jax_gpu)
 
-# ---- What runs on it -----------------------------------------------------------------------------
+# ---- Programs on the GPU -------------------------------------------------------------------------
 
 SIZES = (0, 1, 17, 511, 512, 513, 2**20 + 7)
 DTYPES = ("float32", "float16", "bfloat16")
 BITS = (*range(1, 9), 32)
 ROUNDINGS = ("nearest", "stochastic", "shift")
-# COMMUNICATOR_TYPE, and how messages then go from GPU to GPU.
+# COMMUNICATOR_TYPE, and the resulting transport between GPUs.
 WIRES = {"SHM": "direct", "MPI": "staged"}
 
 
@@ -86,9 +86,9 @@ def on_one_gpu(
         *args: its arguments.
         wire: COMMUNICATOR_TYPE: one of WIRES, or "AUTO".
         timeout: seconds until everything is killed.
-        kills: whether a rank is to die: the others live on.
+        kills: whether a rank will die; the others continue.
     """
-    # JAX would take three quarters of the GPU's memory for each rank.
+    # By default JAX would allocate three quarters of the GPU's memory for each rank.
     env = {"COMMUNICATOR_TYPE": wire, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     survive = ("--with-ft", "ulfm") if kills else ()
     return launch.mpirun(

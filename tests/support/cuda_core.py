@@ -1,7 +1,7 @@
-"""Collectives of GPU memory without a binding: cgx_enqueue by ctypes; torch has memory and streams.
+"""Collectives of GPU memory without a binding: cgx_enqueue by ctypes, memory and streams by torch.
 
 OnGpu       a Communicator whose collectives of numpy arrays run on the GPU
-allreduce   of torch tensors, on the current stream; returns at once
+    allreduce   of torch tensors, on the current stream; returns immediately
 """
 
 import itertools
@@ -19,15 +19,15 @@ from cgx_ops._core.call import Call, Op
 CUDA = 1  # cgx_device_t
 NUMEL = 300_000
 CONFIG = Config(bits=4, rounding="stochastic")
-Finding = Any  # what a scenario found; what JSON can hold
-_GUARD = 128  # bytes on each side of a buffer: as many as the widest store of a warp is aligned to
+Finding = Any  # the result of a scenario, as JSON
+_GUARD = 128  # bytes on each side of a buffer: the alignment of the widest store of a warp
 _PATTERN = 0xA5
 
 
 class Values:
-    """A copy of an array in the GPU's memory, between guards.
+    """A copy of an array in the GPU's memory, between guard bytes.
 
-    Its address is a multiple of the items' size, and seldom of more.
+    Its address is a multiple of the item size, and seldom of more.
     """
 
     _count = itertools.count()
@@ -45,7 +45,7 @@ class Values:
         return self._held.data_ptr() + self._at.start
 
     def array(self) -> npt.NDArray[Any]:
-        """Wait for the current stream, check the guards, return the values."""
+        """Wait for the current stream, check the guards, and return the values."""
         held = self._held.cpu().numpy()
         outside = np.concatenate([held[: self._at.start], held[self._at.stop :]])
         assert (outside == _PATTERN).all(), "bytes beside the buffer were written"
@@ -53,7 +53,7 @@ class Values:
 
 
 class OnGpu(Communicator):
-    """The ranks of a communicator, named by its id. Collectives run on the current stream."""
+    """A communicator's ranks, named by its id. Collectives run on the current stream."""
 
     def _run(
         self,
@@ -65,7 +65,7 @@ class OnGpu(Communicator):
         residual: npt.NDArray[Any] | None = None,
         asked: Config | None = None,
     ) -> npt.NDArray[Any]:
-        assert residual is None, "run_cuda_core.py has those"
+        assert residual is None, "run_cuda_core.py tests residuals"
         collective, result, *_ = call.prepare(*self._place(), source, shape, block, out)
         if out is None and call.segments is None:
             result.reshape(-1).view(np.uint8).fill(0xFF)  # NaN: every value must be written
@@ -90,7 +90,7 @@ def allreduce(
     device_seeds: torch.Tensor | None = None,
     timeout: float | None = None,
 ) -> None:
-    """Put an allreduce of x into y on the current stream. Arguments are cgx.h's."""
+    """Enqueue an allreduce of x into y on the current stream. The arguments are those of cgx.h."""
     dtype = tables.DTYPES[str(x.dtype).removeprefix("torch.")]
     call = Call("allreduce", op, config, "", None, seed, timeout)
     collective = call.collective(comm.id, dtype, 0, 0, x.numel())
@@ -107,7 +107,7 @@ def enqueue(collective: structs.Collective, source: int | None, result: int | No
 
 
 def check(comm: Communicator, *, finish: bool = False) -> None:
-    """Raise what collectives on the GPU have failed with; finish: when all have ended."""
+    """Raise the error of failed collectives on the GPU; finish: wait for all first."""
     library.call("cgx_comm_check", comm.id, finish)
 
 

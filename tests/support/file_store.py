@@ -9,7 +9,7 @@ from pathlib import Path
 def allgather_by_files(
     folder: Path, rank: int, size: int, name: str = "", deadline_s: float = 30
 ) -> Callable[[bytes], list[bytes]]:
-    """Return what Communicator.create() takes; each round's values are files of their own."""
+    """Return the bootstrap for Communicator.create(); each round uses separate files."""
     rounds = itertools.count()
 
     def allgather(blob: bytes) -> list[bytes]:

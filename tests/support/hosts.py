@@ -1,4 +1,4 @@
-"""benchmarks/hosts.py and the rank program of its tests, as modules: they are in no package."""
+"""benchmarks/hosts.py and the rank program of its tests as modules; they are in no package."""
 
 import importlib.util
 from pathlib import Path

@@ -2,10 +2,10 @@
 
     import_changes.py PACKAGE
 
-Everything that the package imports, except cgx_ops itself, is imported first, so that what these
-modules do when they are imported is not counted. Then the objects that can be reached from the
-modules of ROOTS are compared before and after: attributes, and elements of containers. "[cgx]" is a
-key that names something of cgx_ops, "[id]" one that is an id, "[]" a place in a list or a set.
+All modules that the package imports, except those of cgx_ops, are imported first, so that their
+own changes are not counted. Then the objects reachable from the modules of ROOTS are compared
+before and after: attributes, and elements of containers. "[cgx]" is a key that names an object
+of cgx_ops, "[id]" one that is an id, "[]" an index of a list or an element of a set.
 """
 
 import atexit
@@ -28,15 +28,15 @@ ROOTS = FRAMEWORKS | {
     "builtins", "copyreg", "faulthandler", "gc", "logging", "multiprocessing", "os", "pickle",
     "signal", "socket", "subprocess", "sys", "threading", "warnings",
 }  # fmt: skip
-DEPTH = 4  # of objects in objects, from a module
-# Changes of every import.
+DEPTH = 4  # nesting depth of objects, from a module
+# Changes made by every import.
 OF_IMPORTS = re.compile(r"sys\.(modules|path_importer_cache)\b|.*__warningregistry__")
 LARGEST_KEY = 1 << 20
 CONTAINERS = (dict, list, set)
 
 
 def others_of(package: str) -> list[str]:
-    """Return the modules that a package imports, in their order, except those of cgx_ops."""
+    """Return the modules that a package imports, in import order, except those of cgx_ops."""
     program = f"import sys, {package}; print(*sys.modules)"
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
@@ -71,7 +71,7 @@ def is_owner(value: Any) -> bool:
 
 
 class Owners:
-    """Everything that can be reached from the modules of ROOTS, and what it held."""
+    """All objects reachable from the modules of ROOTS, and their contents."""
 
     def __init__(self) -> None:
         self.held: dict[int, tuple[Any, str, dict[Any, Any]]] = {}
@@ -112,7 +112,7 @@ def is_cached(owner: Any, key: Any) -> bool:
 
 
 def step(owner: Any, key: Any) -> str:
-    """Return how a name goes on from an object to what it holds."""
+    """Return the part of a path from an object to its element."""
     if isinstance(owner, dict):
         if isinstance(key, int) and key > LARGEST_KEY:
             return "[id]"
@@ -121,7 +121,7 @@ def step(owner: Any, key: Any) -> str:
 
 
 def main(package: str) -> None:
-    warnings.simplefilter("ignore")  # deprecated names warn when they are looked at
+    warnings.simplefilter("ignore")  # deprecated names warn when they are accessed
     for name in others_of(package):
         with contextlib.suppress(ImportError):
             importlib.import_module(name)

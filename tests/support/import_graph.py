@@ -1,4 +1,4 @@
-"""The imports among the modules of cgx_ops, read off the sources: types and late imports too."""
+"""The imports among the modules of cgx_ops, from the sources, including late and typing imports."""
 
 import ast
 from collections.abc import Iterator, Mapping
@@ -16,7 +16,7 @@ class Modules:
         self._trees = {name: ast.parse(path.read_text()) for name, path in self.paths.items()}
 
     def graph(self) -> Graph:
-        """Return what each module imports. A name that a face exports is its own module's."""
+        """Return each module's imports. A name exported by a package counts for its own module."""
         return {name: set(self._imports(name)) - {name} for name in self.paths}
 
     def _imports(self, name: str) -> Iterator[str]:
@@ -29,7 +29,7 @@ class Modules:
                         yield found
 
     def _home(self, module: str, name: str) -> str | None:
-        """Return the module that defines a name which `module` has, or is that name."""
+        """Return the module that defines a name which `module` has, or that is this name."""
         if f"{module}.{name}" in self.paths:
             return f"{module}.{name}"
         if module not in self.faces:
@@ -49,7 +49,7 @@ def _name(folder: Path, path: Path) -> str:
 
 
 def joined(graph: Graph, part_of: Mapping[str, str]) -> Graph:
-    """Return the graph of the parts in which modules lie."""
+    """Return the graph of the parts that contain the modules."""
     parts: dict[str, set[str]] = {part: set() for part in part_of.values()}
     for name, imported in graph.items():
         parts[part_of[name]] |= {part_of[other] for other in imported} - {part_of[name]}
@@ -57,10 +57,10 @@ def joined(graph: Graph, part_of: Mapping[str, str]) -> Graph:
 
 
 def floors(graph: Graph) -> dict[str, int]:
-    """Return how high each node stands: one above all that it imports, from 1.
+    """Return the level of each node: one above everything that it imports, from 1.
 
     Raises:
-        AssertionError: nodes import each other in a circle; it names them.
+        AssertionError: nodes import each other in a cycle, which the message lists.
     """
     heights: dict[str, int] = {}
 

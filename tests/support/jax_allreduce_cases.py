@@ -1,4 +1,4 @@
-"""What the tests of allreduce_q share: threads with a device each, values, comparisons."""
+"""Helpers of the allreduce_q tests: threads with one device each, values, comparisons."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,13 +13,13 @@ from support.launch import threads
 
 use_cpu_devices(8)
 
-AUTO: dict[str, Any] = {"algorithm": "auto"}  # the oracle's too
+AUTO: dict[str, Any] = {"algorithm": "auto"}  # also used for the oracle
 
 
 def on_ranks(
     n: int, body: Callable[[int, Communicator], Any], name: str | None = None
 ) -> list[Any]:
-    """Call body(rank, communicator) on threads with a device each; return what they return."""
+    """Call body(rank, communicator) on threads with one device each; return the results."""
 
     def run(rank: int, comm: Communicator) -> Any:
         with jax.default_device(jax.devices()[rank]):
@@ -34,7 +34,7 @@ def seed_on(rank: int, key: jax.Array, leaf: int = 0) -> int:
 
 
 def check(results: list[Any], wanted: Any) -> None:
-    """Require the wanted tree, to the bit, of every rank."""
+    """Require the expected tree, bit for bit, on every rank."""
     for rank, result in enumerate(results):
         result = jax.tree.map(np.asarray, result)
         assert jax.tree.structure(result) == jax.tree.structure(wanted)

@@ -1,4 +1,4 @@
-"""What the tests of carrier="xla" share with their rank program: calls, and what they must give."""
+"""Helpers of the carrier="xla" tests and their rank program: calls and expected results."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ BF16 = ml_dtypes.bfloat16
 
 @dataclass(frozen=True)
 class Case:
-    """One reduction over an axis. `keys`: whether devices have none, equal or different ones."""
+    """A reduction over an axis. `keys`: devices have no keys, equal keys or different ones."""
 
     numel: int
     bits: int = 4
@@ -34,33 +34,33 @@ class Case:
     gather_bits: int | None = None
     skip_incomplete_buckets: bool = False
     minimal_size: int = 0
-    # All devices have the same large values, so that losses exceed what fp16 can be.
+    # All devices have the same large values, so that errors exceed the range of fp16.
     large: bool = False
 
     def knobs(self) -> dict[str, Any]:
         names = ("bits", "bucket_size", "algorithm", "gather_bits")
         names += ("skip_incomplete_buckets", "minimal_size")
         knobs = {name: getattr(self, name) for name in names}
-        # A call that is exact by its own words takes no residual; a leaf of one may be exact.
+        # A call with bits=32 accepts no residual; a single leaf may be exact.
         return knobs if self.bits != 32 else {**knobs, "bits": 4, "rules": Rules([("", 32)])}
 
     def inputs(self, devices: int) -> Values:
-        """Return each device's values, a row each."""
+        """Return each device's values, one row per device."""
         if self.large:
             row = 16000 * normal(self.numel, self.numel).clip(-4, 4)
             return np.tile(row.astype(self.dtype), (devices, 1))
         return normal(self.numel, devices, self.numel, dtype=self.dtype)
 
     def seeds(self, devices: int) -> Values:
-        """Return what each device's key is made of."""
+        """Return the integers from which each device's key is made."""
         return np.arange(devices, dtype=np.int32) * (self.keys == "different") + 7
 
     def residuals(self, devices: int) -> Values:
-        """Return what each device has lost before, a row each."""
+        """Return each device's residual before the call, one row per device."""
         return normal(self.numel + 1, devices, self.numel, dtype=self.dtype) / self.dtype(8)
 
     def operands(self, devices: int) -> tuple[Values, Values, Values]:
-        """Return what `call` takes, a row for each device."""
+        """Return the arguments of `call`, one row per device."""
         return self.inputs(devices), self.residuals(devices), self.seeds(devices)
 
     def call(
@@ -76,11 +76,11 @@ class Case:
     def expected(
         self, group: Sequence[int], processes: Sequence[int], axes: Any = "d"
     ) -> tuple[Values, Values]:
-        """Return the result of a group of devices along `axes`, and the residual of each of them.
+        """Return the result of a group of devices along `axes`, and each device's residual.
 
-        processes: of each device. Where several of them have several devices in the group, each is
-        one rank: with the exact fp32 sums of its devices' values and residuals, and the first one's
-        seed.
+        processes: the process of each device. If several processes have several devices in the
+        group, each process is one rank, with the exact fp32 sums of its devices' values and
+        residuals, and the first one's seed.
         """
         x, old, seeds = self.operands(len(processes))
         ranks: dict[int, list[int]] = {}
@@ -121,7 +121,7 @@ class Case:
 
 
 def rounded(x: Values, dtype: npt.DTypeLike) -> Values:
-    """Round fp32 to another dtype; else change nothing."""
+    """Round fp32 to another dtype, or return it unchanged."""
     return x if x.dtype == dtype else reference.round_to(x, np.dtype(dtype))
 
 

@@ -1,9 +1,9 @@
-"""What the JAX tests share with the programs in ranks/: devices, inputs, programs, the oracle.
+"""Helpers of the JAX tests and rank programs: devices, inputs, programs, the oracle.
 
 Call use_cpu_devices() before anything that starts an XLA backend. Tests with the marker `mpirun`
 run as `pytest` on eight devices of one process, and as `mpirun -np N pytest` on 8/N devices of each
-of N processes: on_mesh() gives and takes whole arrays in every process, and expected() knows what
-groups of several processes do.
+of N processes. on_mesh() takes and returns whole arrays in every process, and expected() supports
+groups of several processes.
 """
 
 import os
@@ -28,21 +28,21 @@ from cgx_ops.jax import psum_q
 Values = npt.NDArray[Any]
 
 SRA = Config(algorithm="sra")
-CALLS, NUMEL = 64, 65536  # of the programs that show that order does not matter
+CALLS, NUMEL = 64, 65536  # size of the programs for the order of calls
 INNER_CALLS = 32
 
-# jaxlib 0.11.2 crashes while it compiles any shard_map with one empty operand among others.
+# jaxlib 0.11.2 crashes when it compiles a shard_map with one empty operand among others.
 EMPTY_OPERANDS = jax.__version_info__ < (0, 11)
 
-# Processes that mpirun started.
+# Number of processes started by mpirun.
 PROCESSES = int(os.environ.get("OMPI_COMM_WORLD_SIZE", "1"))
 
 
 def use_cpu_devices(count: int) -> None:
-    """Make JAX see `count` CPU devices and nothing else.
+    """Make JAX use `count` CPU devices and nothing else.
 
-    In a test they are those of all processes that mpirun started; in a rank program those of this
-    process, which then calls initialize() itself.
+    In a test, `count` is the total of all processes started by mpirun. In a rank program it is that
+    of this process, which then calls initialize() itself.
     """
     in_test = "pytest" in sys.modules
     here = count // PROCESSES if in_test else count
@@ -60,16 +60,16 @@ def mesh_of(shape: tuple[int, ...], names: tuple[str, ...], devices: Any = None)
 class OnMesh:
     """A compiled program in which every device applies `body` to its row of each operand.
 
-    Operands and results have a leading axis with a row for each device of the mesh, in its order.
-    Whole numpy arrays give whole numpy arrays, in every process of the mesh; jax.Arrays are taken
-    and given as they are.
+    Operands and results have a leading axis with a row for each device of the mesh, in mesh order.
+    Numpy arrays are given and returned as a whole, in every process of the mesh; jax.Arrays are
+    used as they come.
     """
 
     def __init__(self, mesh: Mesh, body: Callable[..., Any], check_vma: bool) -> None:
         rows = P(mesh.axis_names)
 
         def as_row(y: jax.Array) -> jax.Array:
-            # What psum_q returns is equal on all devices, and its checked type says so: forget it.
+            # The type of psum_q's result states that it is equal on all devices: remove this.
             if check_vma:
                 missing = set(mesh.axis_names) - set(jax.typeof(y).mat.varying)
                 y = lax.pcast(y, tuple(missing), to="varying")
@@ -88,11 +88,11 @@ class OnMesh:
         return self.run(self.jitted, *operands)
 
     def eagerly(self, *operands: Any) -> Any:
-        """Run without jit around it."""
+        """Run without jit."""
         return self.run(self.eager, *operands)
 
     def run(self, program: Callable[..., Any], *operands: Any) -> Any:
-        """Apply to these operands some program of the same mesh and specs."""
+        """Apply a program of the same mesh and specs to these operands."""
         if isinstance(jax.tree.leaves(operands)[0], jax.Array):
             return program(*operands)
         return fetch(program(*self.spread(operands)))
@@ -110,7 +110,7 @@ def on_mesh(mesh: Mesh, body: Callable[..., Any], check_vma: bool = False) -> On
 
 
 def spread(mesh: Mesh, x: Any, spec: P) -> jax.Array:
-    """Return an array that every process holds as one of the mesh, cut by spec."""
+    """Return a whole array as an array of the mesh, split by spec."""
     if isinstance(x, jax.Array) and not x.is_fully_addressable:
         return x
     if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
@@ -119,14 +119,14 @@ def spread(mesh: Mesh, x: Any, spec: P) -> jax.Array:
 
 
 def with_config(**options: Any) -> dict[str, Any]:
-    """Return the arguments of a call, those that are fields of Config in its config."""
+    """Return the arguments of a call, with those that are fields of Config in its config."""
     own = {name: value for name, value in options.items() if name in Config.__annotations__}
     others = {name: value for name, value in options.items() if name not in own}
     return {**others, "config": Config(**own)}
 
 
 def fetch(tree: Any) -> Any:
-    """Return arrays of a mesh as numpy arrays that every process of it holds whole."""
+    """Return arrays of a mesh as whole numpy arrays in every process of it."""
 
     def is_here(y: Any) -> bool:
         return not isinstance(y, jax.Array) or y.is_fully_addressable or y.is_fully_replicated
@@ -141,7 +141,7 @@ def fetch(tree: Any) -> Any:
 
 
 def has_part_in(mesh: Mesh) -> bool:
-    """Tell whether this process has devices of the mesh."""
+    """Return whether this process has devices of the mesh."""
     return any(device.process_index == jax.process_index() for device in mesh.devices.flat)
 
 
@@ -156,10 +156,10 @@ def expected(
 ) -> Values:  # fmt: skip
     """Return the oracle's result for one psum_q of rows[r] on rank r.
 
-    at: which of jax.devices() holds each row; None: the first ones, in order. Where the group has
-    several devices in one of several processes, ranks are the processes, each with the exact fp32
-    sum of its devices and the first one's seed. residuals[r]: rank r's, flat, read and written in
-    place; those of a process's devices are summed too, and the first device has what is new.
+    at: indices of jax.devices() for the rows; None: the first ones. If the group has several
+    devices in one of several processes, ranks are the processes, each with the exact fp32 sum of
+    its devices and the first one's seed. residuals[r]: rank r's, flat, updated in place. Residuals
+    of a process's devices are summed, and the first device gets the new one.
     """
     devices = range(len(rows)) if at is None else at
     ranks = ranks_of(processes_of(devices))
@@ -215,7 +215,7 @@ def processes_of(devices: Sequence[int]) -> list[int]:
 
 
 def ranks_of(processes: Sequence[int]) -> list[list[int]]:
-    """Return the members of each rank of a group, by their place in it, given their processes."""
+    """Return the positions of each rank's members in a group, given their processes."""
     if len(set(processes)) in (1, len(processes)):
         return [[place] for place in range(len(processes))]
     return [
@@ -225,7 +225,7 @@ def ranks_of(processes: Sequence[int]) -> list[list[int]]:
 
 
 def sums_of(rows: Sequence[Values], ranks: list[list[int]]) -> list[Values]:
-    """Return each rank's values: if all are one device, as they are; else the exact fp32 sums."""
+    """Return each rank's values: exact fp32 sums, or unchanged if all are single devices."""
     if all(len(members) == 1 for members in ranks):
         return [rows[place] for (place,) in ranks]
     wide = [reference.widen(row) for row in rows]
@@ -239,8 +239,8 @@ def seed_of(
 ) -> int:
     """Return the seed of one leaf in psum_q: see docs/guides/jax/collectives.md.
 
-    call: verb, axes and name. at: the device's index along each other axis over which the leaf is
-    known to vary, in the order of the axes' names.
+    call: verb, axes and name. at: the device's index along each other axis over which the leaf
+    varies, in the order of the axis names.
     """
     for number in (zlib.crc32(call.encode()), *at):
         key = jax.random.fold_in(key, number)
@@ -249,39 +249,39 @@ def seed_of(
 
 
 def same_bits(a: Any, b: Any) -> bool:
-    """Tell whether two arrays have the same dtype, shape and bytes. Of a mesh: all of it."""
+    """Return whether two arrays, sharded or not, have the same dtype, shape and bytes."""
     a, b = fetch(a), fetch(b)
     return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
 
 
-# ---- the programs that show that order does not matter -------------------------------------------
+# ---- programs for the order of calls -------------------------------------------------------------
 #
 # Each takes (CALLS, NUMEL) values on a device and sums them call by call over the axis "d".
 
 
 def independent(x: jax.Array) -> jax.Array:
-    """CALLS calls that XLA may start in any order."""
+    """Make CALLS calls that XLA may start in any order."""
     return jnp.stack([psum_q(x[i], "d", config=SRA) for i in range(CALLS)])
 
 
 def inner_jit(x: jax.Array) -> jax.Array:
-    """One function, lowered once and called INNER_CALLS times: equal custom calls."""
+    """Call one lowered function INNER_CALLS times: equal custom calls."""
     inner = jax.jit(lambda v: psum_q(v, "d", config=SRA))
     return jnp.stack([inner(x[i]) for i in range(INNER_CALLS)])
 
 
 def scanned(x: jax.Array) -> jax.Array:
-    """One call, executed CALLS times in a loop."""
+    """Execute one call CALLS times in a loop."""
     return lax.scan(lambda c, v: (c, psum_q(v, "d", config=SRA)), 0, x)[1]
 
 
 def unrolled(x: jax.Array) -> jax.Array:
-    """A loop of which XLA sees eight steps at a time."""
+    """Unroll a loop by eight steps."""
     return lax.scan(lambda c, v: (c, psum_q(v, "d", config=SRA)), 0, x, unroll=8)[1]
 
 
 def mixed(x: jax.Array) -> jax.Array:
-    """Half of the calls, and as many independent collectives of XLA's own between them."""
+    """Alternate calls with independent collectives of XLA's own."""
     half = CALLS // 2
     ours = [psum_q(x[i], "d", config=SRA) for i in range(half)]
     theirs = [lax.psum(x[i], "d") for i in range(half)]
@@ -289,7 +289,7 @@ def mixed(x: jax.Array) -> jax.Array:
 
 
 def chained(x: jax.Array) -> jax.Array:
-    """XLA's own collectives wait for each call: completing it resumes a program that blocks."""
+    """Make XLA's own collectives wait for each call, which would deadlock if calls blocked XLA."""
     return jnp.stack([lax.pmax(psum_q(x[i], "d", config=SRA), "d") for i in range(CALLS // 2)])
 
 
@@ -302,7 +302,7 @@ def order_inputs(ranks: int) -> Values:
 
 
 def order_expected(inputs: Values, devices: int = 1) -> Values:
-    """Return what each call gives with that many devices in a process, as inputs[0]."""
+    """Return each call's result for that many devices per process, shaped as inputs[0]."""
     ranks = ranks_of([row // devices for row in range(len(inputs))])
     flat = sums_of([row.reshape(-1) for row in inputs], ranks)
     calls, numel = inputs[0].shape
@@ -311,6 +311,6 @@ def order_expected(inputs: Values, devices: int = 1) -> Values:
 
 
 def rows_of_processes(mesh: Mesh, mine: Values) -> jax.Array:
-    """Return the global operand of which this process, which has one device, has the row `mine`."""
+    """Return the global operand of which this single-device process has the row `mine`."""
     sharding = NamedSharding(mesh, P(mesh.axis_names))
     return jax.make_array_from_process_local_data(sharding, mine[None])

@@ -1,4 +1,4 @@
-"""What the tests of compressors in JAX share: settings, and numpy's results to compare with."""
+"""Helpers of the JAX compressor tests: settings, and numpy's results for comparison."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -27,7 +27,7 @@ use_cpu_devices(8)
 Values = npt.NDArray[Any]
 
 N = 4
-# The same number of devices of each process, if there are several.
+# Each process has the same number of devices.
 AT = list(range(0, 8, 8 // N))
 MESH = mesh_of((N,), ("d",), [jax.devices()[i] for i in AT])
 X, OLD = normal(80, N, 3000), normal(81, N, 3000) / 4
@@ -49,7 +49,7 @@ CASES: dict[str, dict[str, Any]] = {
     "threshold": {"compressor": "threshold", "density": 0.05},
     "randk": {"compressor": "randk", "density": 0.05},
 }
-# With which error feedback converges.
+# Compressors for which error feedback converges.
 KEPT = [name for name in CASES if name not in ("sign", "ternary", "qsgd")]
 CUT = [name for name in CASES if name != "threshold"]
 
@@ -73,11 +73,11 @@ def numpy_result(
     call: str | Sequence[str] = "allreduce over d: ", residuals: Sequence[Values] | None = None,
     at: Sequence[int] | None = None,
 ) -> list[Values]:  # fmt: skip
-    """Return what each rank's numpy collective gives, rows[r] being that of device r.
+    """Return each rank's result of the numpy collective, with rows[r] on device r.
 
-    call: verb, axes and name, of all ranks or of each. residuals[r]: of allreduce; flat, read and
-    written in place. at: which of jax.devices() holds each row. Where a process has several of a
-    group, it is one rank, as in jax_cases.expected(); but each of them has its vote.
+    call: verb, axes and name, of all ranks or of each. residuals[r]: for allreduce; flat, updated
+    in place. at: indices of jax.devices() for the rows. A process with several devices of a group
+    is one rank, as in jax_cases.expected(), but each device has a vote.
     """
     ranks = ranks_of(processes_of(range(len(rows)) if at is None else at))
     if config.compressor == "sign" and config.bits != 32:
@@ -88,7 +88,7 @@ def numpy_result(
     lost = None if residuals is None else [row.copy() for row in sums_of(residuals, ranks)]
     numel = values[0].size // (len(rows) if verb == "reduce_scatter" else 1)
     segments = [Segment(0, numel, config)]
-    if lost is not None and config.bits == 32:  # refused for a call, but not for a part of one
+    if lost is not None and config.bits == 32:  # raises for a whole call, but not for a part of one
         config = replace(config, bits=4)
 
     def run(rank: int, comm: Communicator) -> Values:
@@ -106,14 +106,14 @@ def numpy_result(
             residual[:] = 0
         for members, new in zip(ranks, lost, strict=True):
             residuals[members[0]][:] = reference.round_to(reference.widen(new), rows[0].dtype)
-    if verb == "allreduce":  # every rank has the same
+    if verb == "allreduce":  # every rank has the same result
         assert len({result.tobytes() for result in results}) == 1
         wide = reference.widen(results[0])
         return [reference.round_to(wide, rows.dtype).reshape(rows[0].shape)] * len(rows)
     return results
 
 
-def check_given_up(name: str, x: Any, last: Any, sums: Any, residuals: Any) -> None:
+def check_conservation(name: str, x: Any, last: Any, sums: Any, residuals: Any) -> None:
     """Check the steps' sums and residuals of each device, and the last residuals."""
     ranks, _, numel = x.shape
     assert np.array_equal(last, residuals[:, -1]), name
@@ -121,7 +121,7 @@ def check_given_up(name: str, x: Any, last: Any, sums: Any, residuals: Any) -> N
     given = np.float64(x) + before
     largest = (np.abs(given).sum(0) + np.abs(residuals).sum(0) + np.abs(sums[0])).max(1)
     operations = 4 * ranks + 10 * (ranks + 1) * ("rotation" in CASES[name])
-    bound = operations * 2.0**-24 * largest  # of each step
+    bound = operations * 2.0**-24 * largest  # for each step
     missing = given.sum(0) - sums[0] - residuals.sum(0)
     assert (np.abs(missing).max(1) <= bound).all(), name
     whole = np.float64(x).sum((0, 1)) - sums[0].sum(0) - last.sum(0)

@@ -1,4 +1,4 @@
-"""What tests of diloco share: a model, and what inner steps make of it."""
+"""Helpers of the diloco tests: a model, and the updates of its inner steps."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,8 +10,8 @@ import optax
 from cgx_ops.jax import DiLoCo
 from support.jax_cases import Values, normal, same_bits, spread, with_config
 
-# Three layers, in two or three fragments; a bias that travels exact by its size. XLA:CPU sends the
-# last one in the background; programs of less than 1000 operations or so it runs at once.
+# Three layers, in two or three fragments, and a bias that is exact because of its size. XLA:CPU
+# runs the last one in the background; programs below about 1000 operations run immediately.
 SHAPES = {
     "blocks/0/kernel": (24, 30),
     "blocks/0/bias": (12,),
@@ -60,12 +60,12 @@ def leaf_of(tree: Any, name: str) -> Any:
 
 
 def started(loop: DiLoCo) -> Any:
-    """Return the first parameters and state."""
+    """Return the initial parameters and state."""
     return loop.replicate(weights()), loop.init(weights())
 
 
 def moves(step: int, devices: int) -> dict[str, Values]:
-    """Return what an inner step adds to each device's parameters, whatever they are."""
+    """Return the update of an inner step for each device, independent of the parameters."""
     return {
         name: 0.1 * normal(1000 * step + i, 1, *shape)
         + 0.2 * normal(1000 * step + 500 + i, devices, *shape)
@@ -82,7 +82,7 @@ moved = jax.jit(added)
 
 
 def spread_moves(mesh: Any, step: int, devices: int) -> Any:
-    """Return them as arrays of the mesh."""
+    """Return the updates as arrays of the mesh."""
     rows = jax.P("d")
     return tree_of({n: spread(mesh, x, rows) for n, x in moves(step, devices).items()})
 
@@ -91,7 +91,7 @@ def trained(
     loop: DiLoCo, mesh: Any, start: Any, steps: Sequence[int],
     outer: Callable[..., Any] | None = None,
 ) -> Any:  # fmt: skip
-    """Return parameters and state after these steps from others."""
+    """Return parameters and state after these steps."""
     params, state = start
     for step in steps:
         params = moved(params, spread_moves(mesh, step, mesh.size))
@@ -100,6 +100,6 @@ def trained(
 
 
 def all_same(a: Any, b: Any) -> bool:
-    """Tell whether two trees have the same leaves, to the bit."""
+    """Return whether two trees have the same leaves, bit for bit."""
     a, b = jax.tree.leaves(a), jax.tree.leaves(b)
     return len(a) == len(b) and all(map(same_bits, a, b))

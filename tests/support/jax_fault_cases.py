@@ -1,4 +1,4 @@
-"""What the tests and programs about errors of JAX share: how errors are told, what works after."""
+"""Helpers of the JAX error tests: captured errors, and computations that must work afterwards."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +13,7 @@ from support.jax_cases import SRA, expected, mesh_of, normal, same_bits, spread
 
 
 def error_of(call: Callable[[], Any]) -> str:
-    """Return and print the type and text of what `call` raises."""
+    """Return and print the type and text of the exception of `call`."""
     try:
         jax.block_until_ready(call())
     except Exception as error:
@@ -24,7 +24,7 @@ def error_of(call: Callable[[], Any]) -> str:
 
 
 def check_backend() -> None:
-    """Require of this process, alone, another computation and a sum over its own devices."""
+    """Require a computation and a sum over the local devices to work, without other processes."""
     assert float(jax.jit(lambda v: jnp.sin(v).sum())(np.zeros(4, np.float32))) == 0
     devices = jax.local_devices()
     mesh, x = mesh_of((len(devices),), ("d",), devices), normal(2, len(devices), 3000)

@@ -1,7 +1,7 @@
-"""The meshes on which the JAX tests run: eight devices, of one process or of several.
+"""The meshes of the JAX tests: eight devices, of one process or of several.
 
-Their orders are chosen so that groups hold devices of one process, of every process, and some of
-each, whether there are one, two, four or eight processes.
+Their orders are chosen so that groups have devices of one process, of every process, and some of
+each, for one, two, four or eight processes.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,10 +21,10 @@ class MeshCase:
     """A mesh, and the axes over which to reduce.
 
     Attributes:
-        name: in the test's id.
-        shape: of the mesh; its axes are "a", "b".
-        axes: that form the groups.
-        order: which of jax.devices() are where; None: the first ones, in order.
+        name: used in the test's id.
+        shape: the mesh's shape; its axes are "a", "b".
+        axes: the axes that form the groups.
+        order: indices of jax.devices() in mesh order; None: the first ones.
     """
 
     name: str
@@ -38,7 +38,7 @@ class MeshCase:
 
     @property
     def mesh(self) -> Mesh:
-        """Skips the test where this process has no device of the mesh."""
+        """Return the mesh; skip the test if this process has no device of it."""
         axes = ("a", "b")[: len(self.shape)]
         mesh = mesh_of(self.shape, axes, [jax.devices()[device] for device in self.devices])
         if not has_part_in(mesh):
@@ -47,7 +47,7 @@ class MeshCase:
 
     @property
     def groups(self) -> list[list[int]]:
-        """The places in the mesh of each group's members, in order."""
+        """The positions in the mesh of each group's members, in order."""
         axes = [self.axes] if isinstance(self.axes, str) else self.axes
         places = np.arange(len(self.devices)).reshape(self.shape)
         last = np.moveaxis(places, ["ab".index(axis) for axis in axes], range(-len(axes), 0))
@@ -64,7 +64,7 @@ class MeshCase:
         )
 
     def seed(self, key: jax.Array, place: int, check_vma: bool) -> int:
-        """Return the seed of the device at a place; its values are known to vary if checked."""
+        """Return the seed of the device at a position; checked types include the varying axes."""
         others = [axis for axis in "ab"[: len(self.shape)] if axis not in self.axes]
         where = dict(zip("ab", np.unravel_index(place, self.shape), strict=False))
         at = [int(where[axis]) for axis in others] if check_vma else []
@@ -91,7 +91,7 @@ MESHES: Sequence[MeshCase] = [
     MeshCase("uneven_part", (3,), "a", (1, 6, 0)),
 ]
 
-# Each carrier and each mode every day, but not each with each.
+# Daily runs test each carrier and each mode, but not each combination.
 carriers_and_modes = pytest.mark.parametrize(
     ("carrier", "check_vma"),
     [

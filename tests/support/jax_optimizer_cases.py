@@ -1,4 +1,4 @@
-"""What tests of optimizers whose states lie on devices share: meshes, programs, checkpoints."""
+"""Helpers of the tests of optimizers with sharded states: meshes, programs, checkpoints."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -23,10 +23,10 @@ def mesh_with(devices: int) -> Any:
 def program_of(
     optimizer: Any, params: Any, mesh: Any, check_vma: bool = True, applies: bool = False
 ) -> Any:
-    """Return step(params, state, rows), which gives the updates and the new state.
+    """Return step(params, state, rows), which returns the updates and the new state.
 
-    Gradients are each device's row, whatever the parameters are. The old state is donated; not
-    where the step `applies` the updates and gives new parameters.
+    Gradients are each device's row, independent of the parameters. The old state is donated, except
+    if the step `applies` the updates and returns new parameters.
     """
     specs = state_specs(optimizer, params, "d")
 
@@ -42,19 +42,19 @@ def program_of(
 
 
 def placed(optimizer: Any, params: Any, mesh: Any) -> Any:
-    """Return the first state, where it lies on the mesh."""
+    """Return the initial state, with its sharding."""
     specs = state_specs(optimizer, params, "d")
     shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
     return jax.jit(optimizer.init, out_shardings=shardings)(params)
 
 
 def copied(state: Any) -> Any:
-    """Return a state as numpy arrays, of which nothing is donated."""
+    """Return a state as numpy arrays, which are not donated."""
     return jax.tree.map(lambda x: np.array(jnp.copy(x)), state)
 
 
 def restored(state: Any, folder: Path) -> Any:
-    """Return what orbax has saved and loaded, placed as `state` is."""
+    """Return a state saved and loaded by orbax, with the sharding of `state`."""
     like = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
     )
@@ -67,7 +67,7 @@ def restored(state: Any, folder: Path) -> Any:
 def check_resumed(
     optimizer: Any, params: Any, mesh: Any, rows: Callable[[int], Any], steps: int, folder: Path
 ) -> Any:
-    """Check that a state goes on to the same bits from a checkpoint after `steps`; return it.
+    """Check that a checkpoint after `steps` resumes bit for bit; return the state.
 
     rows(i): the gradients of step i.
     """
@@ -83,7 +83,7 @@ def check_resumed(
 
 
 def check_none_is_no_leaf(optimizer: Any, params: Any, rows: Any, mesh: Any) -> None:
-    """Check two steps of a dict of arrays: None beside them changes the average of none."""
+    """Check two steps of a dict of arrays: None beside them does not change averages."""
     averages = []
     for more in ({}, {"none": None, "pair": (None, None)}):
         weights = params | more

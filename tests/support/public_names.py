@@ -1,4 +1,4 @@
-"""The public names: those of `__all__` of the modules that users import."""
+"""The public names: those in `__all__` of the modules that users import."""
 
 import importlib
 import inspect
@@ -26,7 +26,7 @@ def public_names() -> list[str]:
 
 
 def names_of(module: ModuleType) -> list[str]:
-    """Return the names that a module exports, without those of Python itself (`__version__`)."""
+    """Return the names that a module exports, without Python's own (`__version__`)."""
     return [name for name in module.__all__ if not name.startswith("__")]
 
 

@@ -1,12 +1,12 @@
-"""One pytest item for each check of a rank program, of which one launch runs all selected ones.
+"""One pytest item for each check of a rank program; one launch runs all selected checks.
 
     @rank_checks(Launch(3, "run_torch_ddp.py", env=ENVIRONMENT, timeout=180))
     def test_ddp(check: RankCheck) -> None:
         check.passes()
 
-The first item launches the program with the names of all selected items; each item then reads its
-own result on every rank. Collection reads the names from the program's source, without importing
-it; a launch fails all its items if the program reports other names.
+The first item launches the program with the names of all selected items. Each item then reads
+its own result on every rank. Collection reads the names from the program's source, without
+importing it. A launch fails all its items if the program reports different names.
 """
 
 import ast
@@ -26,18 +26,18 @@ RANKS = Path(__file__).parents[1] / "ranks"
 
 
 class Launch:
-    """One launch of a rank program, and the checks chosen from it.
+    """One launch of a rank program, and the checks selected from it.
 
     Args:
         n: number of ranks.
         program: file in tests/ranks.
-        *patterns: of the chosen checks; all by default.
-        names: of all checks of the program, where its source does not list them.
-        arguments: those before the names.
+        *patterns: patterns of the selected checks; default: all.
+        names: names of all checks of the program, if its source does not list them.
+        arguments: arguments before the names.
         by: function of support.launch that starts the ranks.
-        marks: of each item.
-        timeout: seconds until the launch is ended.
-        **options: what else `by` takes.
+        marks: marks of each item.
+        timeout: seconds until the launch is killed.
+        **options: more arguments of `by`.
     """
 
     def __init__(
@@ -62,13 +62,13 @@ class Launch:
             for name in self.names
             if any(matches_name(each, name) for each in patterns or ("*",))
         ]
-        self.selected: list[str] = []  # by pytest, of those chosen
+        self.selected: list[str] = []  # checks selected by pytest
         self._failures: dict[str, str] | None = None
         self.arguments, self.by, self.timeout, self.options = arguments, by, timeout, options
         self.marks = [*marks, pytest.mark.timeout(timeout + 20)]
 
     def failures(self, *arguments: object, **options: Any) -> dict[str, str]:
-        """Return why selected checks failed, by name; the first call launches the program."""
+        """Return the reasons of failed checks, by name; the first call launches the program."""
         if self._failures is None:
             arguments = (self.n, self.program, *self.arguments, *arguments, *self.selected)
             options = {"timeout": self.timeout, **self.options, **options}
@@ -76,7 +76,7 @@ class Launch:
                 outputs, failure = self.by(*arguments, **options), ""
             except launch.Failed as error:
                 outputs, failure = error.outputs, str(error)
-            except BaseException as error:  # a time limit, Ctrl-C: nothing is launched again
+            except BaseException as error:  # a time limit or Ctrl-C: nothing is launched again
                 self._failures = dict.fromkeys(self.selected, f"the launch failed: {error!r}")
                 raise
             self._failures = failures_of(outputs, self.names, self.selected, failure)
@@ -93,7 +93,8 @@ class RankCheck:
     def passes(self, *arguments: object, **options: Any) -> None:
         """Fail unless the check passed on every rank.
 
-        The first check of a launch launches it, with its own arguments and options, and these.
+        The first check of a launch starts the program, with the launch's arguments and options, and
+        these.
         """
         failures = self.launch.failures(*arguments, **options)
         if self.name in failures:
@@ -101,7 +102,7 @@ class RankCheck:
 
 
 def rank_checks(*launches: Launch) -> pytest.MarkDecorator:
-    """Make an item of each check that the launches chose; the test's argument is `check`."""
+    """Parametrize a test with the selected checks of these launches, as its argument `check`."""
     return pytest.mark.parametrize(
         "check",
         [
@@ -113,14 +114,14 @@ def rank_checks(*launches: Launch) -> pytest.MarkDecorator:
 
 
 def select(items: Sequence[pytest.Item]) -> None:
-    """Have each launch run the checks of these items, which are what pytest has selected."""
+    """Make each launch run the checks of these items, which pytest has selected."""
     for check in _checks_of(items):
         if check.name not in check.launch.selected:
             check.launch.selected.append(check.name)
 
 
 def left_out(items: Sequence[pytest.Item]) -> dict[str, list[str]]:
-    """Return, by program, the checks that no item runs."""
+    """Return, by program, the checks without an item."""
     chosen: dict[str, set[str]] = {}
     names: dict[str, Sequence[str]] = {}
     for check in _checks_of(items):
@@ -136,13 +137,13 @@ def left_out(items: Sequence[pytest.Item]) -> dict[str, list[str]]:
 def failures_of(
     outputs: Sequence[str], names: Sequence[str], selected: Sequence[str], failure: str
 ) -> dict[str, str]:
-    """Return why checks failed, by name, from what each rank wrote.
+    """Return the reasons of failed checks, by name, from the outputs of the ranks.
 
     Args:
-        outputs: of each rank.
-        names: of all checks that the program should have, in its order.
-        selected: those that it should have run.
-        failure: of the launch, with the ends of the outputs; "" if every rank ended well.
+        outputs: the output of each rank.
+        names: the expected names of all checks of the program, in order.
+        selected: the checks that should have run.
+        failure: error of the launch, with the ends of the outputs; "" if every rank succeeded.
     """
     for rank, output in enumerate(outputs):
         reported = re.findall(r"^checks: (\[.*\])$", output, re.MULTILINE)
@@ -169,7 +170,7 @@ def failures_of(
 
 
 def listed(program: str, variable: str = "CHECKS") -> list[str]:
-    """Return the names in the lists that a module in tests/ranks gives a variable."""
+    """Return the names in the lists that a module in tests/ranks assigns to a variable."""
     found = []
     for node in ast.parse((RANKS / program).read_text()).body:
         targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
@@ -181,10 +182,10 @@ def listed(program: str, variable: str = "CHECKS") -> list[str]:
 
 
 def names_in(program: str) -> list[str]:
-    """Return the names of a rank program's checks, in its order, from its source.
+    """Return the names of a rank program's checks, in order, from its source.
 
     Raises:
-        ValueError: the source has no checks.of_modules() or checks.named() with plain names.
+        ValueError: the source does not call checks.of_modules() or checks.named() with plain names.
     """
     tree = ast.parse((RANKS / program).read_text())
     modules = dict(_imports(tree))
@@ -204,7 +205,7 @@ def names_in(program: str) -> list[str]:
 
 
 def _calls(tree: ast.AST) -> list[ast.Call]:
-    """Return the calls of checks.of_modules() and checks.named(), from top to bottom."""
+    """Return the calls of checks.of_modules() and checks.named(), in source order."""
     calls = [
         node
         for node in ast.walk(tree)
@@ -216,7 +217,7 @@ def _calls(tree: ast.AST) -> list[ast.Call]:
 
 
 def _imports(tree: ast.AST) -> Iterator[tuple[str, str]]:
-    """Yield the names that imports bind, with the modules."""
+    """Yield the imported names, with their modules."""
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom):
             for alias in node.names:

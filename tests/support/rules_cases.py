@@ -1,11 +1,11 @@
-"""One rule set and one model for the tests that compare frameworks."""
+"""One rule set and one model for tests that compare frameworks."""
 
 import math
 from typing import Any
 
 from cgx_ops import Config, Rules
 
-# Of different numbers of elements, and even in the first dimension: two ranks share them.
+# Different sizes, with an even first dimension, so that two ranks can split them.
 SHAPES = {
     "embedding.weight": (50, 40),
     "layers.0.up.weight": (32, 40),
@@ -29,7 +29,7 @@ RULES = Rules(
 FIELDS = (
     "bits", "bucket_size", "compressor", "density", "gather_bits", "value_bits", "rotation", "clip",
 )  # fmt: skip
-# The meaning of the rules, written down by hand.
+# The expected settings, written by hand.
 EXPECTED: dict[str, dict[str, Any]] = {
     "embedding.weight": {"compressor": "topk", "density": 0.05, "bucket_size": 128, "bits": 4},
     "layers.0.up.weight": {"bits": 8, "bucket_size": 64, "rotation": 32},
@@ -43,12 +43,12 @@ EXPECTED: dict[str, dict[str, Any]] = {
 
 
 def name_of(numel: int) -> str:
-    """Return the parameter that has so many elements."""
+    """Return the parameter with this number of elements."""
     return next(name for name, shape in SHAPES.items() if math.prod(shape) == numel)
 
 
 def settings_of(config: Config) -> dict[str, Any]:
-    """Return what the frameworks must agree on: all that rules set but rounding."""
+    """Return the settings on which frameworks must agree: all except rounding."""
     return {field: getattr(config, field) for field in FIELDS}
 
 

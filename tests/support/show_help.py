@@ -1,4 +1,4 @@
-"""Has each program that is given show its --help, all in this process: imports take longest."""
+"""Print the --help of several programs in one process, because imports take longest."""
 
 import contextlib
 import io
@@ -10,7 +10,7 @@ METHODS = Path(__file__).resolve().parents[2] / "examples" / "methods"
 
 
 def main() -> None:
-    sys.path.append(str(METHODS))  # where benchmarks of the methods are told to look
+    sys.path.append(str(METHODS))  # the path that benchmarks of methods use
     for name in sys.argv[1:]:
         path = Path(name)
         sys.argv = [name, "--help"]
@@ -19,7 +19,7 @@ def main() -> None:
         try:
             with contextlib.redirect_stdout(shown):
                 runpy.run_path(name, run_name="__main__")
-            raise RuntimeError(f"{name} runs without having looked at its arguments")
+            raise RuntimeError(f"{name} ran without parsing its arguments")
         except SystemExit as end:
             if end.code or "usage:" not in shown.getvalue():
                 raise RuntimeError(f"{name} --help ends with {end.code}") from end

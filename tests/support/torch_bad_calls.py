@@ -1,4 +1,4 @@
-"""Calls that torch.ops.cgx must refuse: a thunk, the exception, and what its text must say."""
+"""Calls that torch.ops.cgx must reject: a thunk, the exception, and a pattern of its text."""
 
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +19,7 @@ def _start(call: str) -> Callable[[], Any]:
     return lambda: torch.ops.cgx.quantized_all_reduce_start(X, None, call, "")
 
 
-# Each is refused before anything is sent, so ranks need not agree on making the call.
+# Each raises before anything is sent, so ranks need not agree on the call.
 BAD_CALLS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "int64": (lambda: tc.allreduce(X.long()), TypeError, r"Long.*x\.float\(\)"),
     "bool": (lambda: tc.allreduce(X.bool()), TypeError, "Bool.*float32, float16 and bfloat16"),

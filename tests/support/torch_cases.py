@@ -1,4 +1,4 @@
-"""What the tests of the torch binding share: inputs, bits, and the seeds the operators draw."""
+"""Helpers of the torch tests: inputs, bit comparisons, and the seeds of the operators."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -32,11 +32,11 @@ def keywords(**given: Any) -> dict[str, Any]:
 
 
 def packed(config: Config, op: str = "sum", depth: int = 0, name: str = "") -> str:
-    """Return what the operators under the public ones take besides tensors and the group."""
+    """Return the packed argument of the low-level operators."""
     return f"op={op} depth={depth} {config} name={name}"
 
 
-# For rank programs: they import this file too, and share two cores.
+# For rank programs, which import this file too and share two cores.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1"}
 
 _MASK = 2**64 - 1
@@ -46,13 +46,13 @@ _BIT_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def values(
     rank: int, numel: int, dtype: torch.dtype = torch.float32, call: int = 0
 ) -> torch.Tensor:
-    """Return what rank `rank` contributes to a call: different on each, known to all."""
+    """Return the input of rank `rank`: different on each rank, computable on all."""
     noise = np.random.default_rng([rank, numel, call]).standard_normal(numel)
     return torch.from_numpy(noise.astype(np.float32)).to(dtype)
 
 
 def to_numpy(x: torch.Tensor) -> npt.NDArray[Any]:
-    """Return the elements as a one-dimensional array, bfloat16 too."""
+    """Return the elements as a one-dimensional array, also for bfloat16."""
     x = x.detach().contiguous().flatten()
     if x.dtype == torch.bfloat16:
         return x.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
@@ -60,14 +60,14 @@ def to_numpy(x: torch.Tensor) -> npt.NDArray[Any]:
 
 
 def from_numpy(array: npt.NDArray[Any]) -> torch.Tensor:
-    """Return a tensor on an array's memory, of bfloat16 too."""
+    """Return a tensor that shares an array's memory, also for bfloat16."""
     if array.dtype == ml_dtypes.bfloat16:
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(array)
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Tell whether two tensors are equal in dtype, shape and every bit."""
+    """Return whether two tensors are equal in dtype, shape and every bit."""
     bits = _BIT_DTYPES[a.element_size()]
     return (
         a.dtype == b.dtype
@@ -83,7 +83,7 @@ def expected(
     algorithm: reference.AnyAlgorithm = "sra",
     **options: Any,
 ) -> torch.Tensor:
-    """Return the oracle's result for the ranks' inputs, in their shape and dtype."""
+    """Return the oracle's result for the ranks' inputs, with their shape and dtype."""
     arrays = [to_numpy(x) for x in inputs]
     segment = reference.Segment(0, len(arrays[0]), bits, bucket_size)
     result = reference.allreduce(arrays, [segment], algorithm=algorithm, **options)
@@ -113,7 +113,7 @@ def gradient_seed(seed: int, depth: int = 1) -> int:
 
 
 def named_seed(seed: int, name: str) -> int:
-    """Return the seed that a group of this name counts from: FNV-1a of the name added."""
+    """Return the initial seed of a group with this name: FNV-1a of the name added."""
     fnv = 0xCBF29CE484222325
     for byte in name.encode():
         fnv = (fnv ^ byte) * 0x100000001B3 & _MASK
@@ -121,7 +121,7 @@ def named_seed(seed: int, name: str) -> int:
 
 
 def forget_compiled_graphs() -> None:
-    """Have every graph compiled anew, by the code under test; machine code may be reused."""
+    """Make torch compile every graph again with the code under test; machine code may be reused."""
     torch._inductor.config.fx_graph_cache = False
     torch._inductor.config.fx_graph_remote_cache = False
     torch._functorch.config.enable_autograd_cache = False

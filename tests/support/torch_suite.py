@@ -1,14 +1,14 @@
-"""Runs torch's own tests of a backend (distributed_test.py of the installed torch) on "cgx".
+"""Run torch's own tests of a backend (distributed_test.py of the installed torch) on "cgx".
 
     python -m support.torch_suite [--world-size 3] [-k pattern] [--backend NAME|both] [--json out]
 
-With "both" (the default) the same tests run on gloo too, and every test that passes, fails or is
-skipped on one only is listed; the exit status tells whether there is one without a reason in
-EXPLAINED. The suite names the backends that it knows: here "cgx" counts as gloo wherever it asks,
-so that nothing is skipped for the name alone, and its tests of groups run from 3 ranks on. Ranks
-are forked, not spawned, which saves seconds a rank and test. It needs the package expecttest.
+With "both" (the default) the same tests run on gloo too, and tests with different outcomes are
+listed; the exit status shows whether one of them has no reason in EXPLAINED. The suite has a
+list of backends; "cgx" compares equal to gloo here, so that no test is skipped because of the
+name. Its tests of groups run on 3 or more ranks. Ranks are forked, not spawned, which saves
+seconds per rank and test. Requires the package expecttest.
 
-Phases: load the suite with the name of the backend; run the tests, each in its ranks; compare.
+Phases: load the suite with the backend's name; run the tests, each on its ranks; compare.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from typing import Any
 
 from support.launch import python_path
 
-# Tests that cannot pass on any backend that torch does not name itself, and why.
+# Tests that cannot pass on any backend outside of torch, and why.
 EXPLAINED = {
     "test_ddp_logging_data_cpu": "DDP's log calls every backend from outside torch 'custom'",
 }
@@ -40,7 +40,7 @@ Outcome = dict[str, Any]  # "outcome": pass, fail or skip; "detail"; "seconds"
 
 
 class LikeGloo(str):
-    """The name of a backend that answers to "gloo" too when it is compared or looked up."""
+    """The name of a backend that is also equal to "gloo" in comparisons and look-ups."""
 
     def __eq__(self, other: object) -> bool:
         return str.__eq__(self, other) or other == "gloo"
@@ -53,11 +53,11 @@ class LikeGloo(str):
 
 
 def load(backend: str, world_size: int) -> Any:
-    """Import the suite for one backend; return its class of tests."""
+    """Import the suite for one backend; return its test class."""
     os.environ.update(BACKEND=backend, WORLD_SIZE=str(world_size), INIT_METHOD="file://")
     from torch.testing._internal import common_distributed
 
-    if world_size > 2:  # the suite wants 8 ranks for its groups of ranks 1 and 2
+    if world_size > 2:  # the suite requires 8 ranks for its groups of ranks 1 and 2
         common_distributed.skip_if_small_worldsize = lambda test: test
     spec = importlib.util.find_spec(SUITE)
     assert spec is not None and spec.origin is not None, f"this torch has no {SUITE}"
@@ -83,7 +83,7 @@ def load(backend: str, world_size: int) -> Any:
     class Tests(module.TestDistBackend, module.DistributedTest._DistTestBase):  # type: ignore
         def setUp(self) -> None:
             super().setUp()
-            module.__dict__["INIT_METHOD"] = os.environ["INIT_METHOD"]  # a file, made anew
+            module.__dict__["INIT_METHOD"] = os.environ["INIT_METHOD"]  # a file, created again
             self._start_processes(multiprocessing.get_context("fork").Process)
 
     return Tests
@@ -110,7 +110,7 @@ def run(backend: str, world_size: int, patterns: list[str]) -> dict[str, Outcome
 def run_apart(
     backend: str, world_size: int, patterns: list[str], deadline: float | None = None
 ) -> dict[str, Outcome]:
-    """run() in a process of its own: the suite takes the backend's name when it is imported."""
+    """Call run() in a separate process, because the suite reads the backend's name at import."""
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
         command = [sys.executable, __file__, "--inner", "--backend", backend]
         command += ["--world-size", str(world_size), "--json", file.name]
@@ -123,7 +123,7 @@ def run_apart(
 
 
 def differences(ours: dict[str, Outcome], theirs: dict[str, Outcome]) -> list[str]:
-    """Return a line for every test whose outcome is not the same in both, with its reason."""
+    """Return a line for every test with different outcomes, with its reason."""
     lines = []
     for name in sorted({*ours, *theirs}):
         mine, other = ours.get(name), theirs.get(name)
@@ -137,7 +137,7 @@ def differences(ours: dict[str, Outcome], theirs: dict[str, Outcome]) -> list[st
 
 
 def summary(outcomes: dict[str, Outcome]) -> str:
-    """Return how many passed, failed and were skipped."""
+    """Return the numbers of passed, failed and skipped tests."""
     kinds = [outcome["outcome"] for outcome in outcomes.values()]
     return ", ".join(f"{kinds.count(kind)} {kind}" for kind in ("pass", "fail", "skip"))
 
@@ -146,7 +146,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="torch's own tests of a backend, on cgx")
     parser.add_argument("--backend", choices=("cgx", "gloo", "both"), default="both")
     parser.add_argument("--world-size", type=int, default=3)
-    parser.add_argument("-k", dest="patterns", action="append", help="a name with wildcards")
+    parser.add_argument(
+        "-k", dest="patterns", action="append", help="pattern of test names, with wildcards"
+    )
     parser.add_argument("--json", type=Path, help="receives every outcome")
     parser.add_argument("--inner", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
