@@ -113,7 +113,7 @@ class Referee:
             return len(living) >= 2 and not any(outcome.error for outcome in made)
         return True
 
-    # ---- Waiting for all reports -------------------------------------------------------------------
+    # ---- Waiting for all reports -----------------------------------------------------------------
 
     def _until(self, kind: type[Played] | type[Checked], seconds: float) -> None:
         begin = time.monotonic()

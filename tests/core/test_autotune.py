@@ -1,4 +1,4 @@
-"""bits_for(): the bits that follow from given times are the same on all ranks."""
+"""bits_for(): given timings lead to the same bits on all ranks."""
 
 import logging
 
@@ -15,7 +15,7 @@ NEAREST = Config(rounding="nearest", error_feedback=False)
 
 
 def of(costs: Costs, *, exact_per_value: float = 0.0, bits: tuple[int, ...] = (8, 4)) -> Timings:
-    """Return what allreduces would take by the planner's model, exact and in some bits."""
+    """Return the times of allreduces in the planner's model, exact and compressed."""
     link = [costs.latency + costs.link_fixed + 4 * n * costs.link_per_byte for n in SIZES]
     seconds = {
         32: tuple(
@@ -36,10 +36,10 @@ GIGABIT = of(Costs(**CODEC, link_per_byte=8e-9, latency=1e-4))
 MEMORY = of(Costs(**CODEC, link_per_byte=5e-11, latency=1e-5))
 
 
-# ---- what follows from times ---------------------------------------------------------------------
+# ---- decisions from timings ----------------------------------------------------------------------
 
 
-def test_break_even_is_where_the_lines_say() -> None:
+def test_break_even_size() -> None:
     verdict = Verdict.of(GIGABIT)
     eight = (1.4e-4 - 0.9e-4) / (0.9 * 32e-9 - 4.5e-9)  # 0.9 (1e-4 + 32e-9 n) = 1.4e-4 + 4.5e-9 n
     four = 0.14e-4 / (8.5e-9 - 1.1 * 4.5e-9)  # 1.4e-4 + 8.5e-9 n = 1.1 (1.4e-4 + 4.5e-9 n)
@@ -50,7 +50,7 @@ def test_break_even_is_where_the_lines_say() -> None:
     assert verdict.bits(10**9) == 4
 
 
-def test_halves_pay_later() -> None:
+def test_half_precision_has_a_larger_break_even() -> None:
     verdict = Verdict.of(GIGABIT)
     assert verdict.larger[2][0][0] > verdict.larger[4][0][0]
     assert verdict.bits(10**6, element_bytes=2) == 4
@@ -60,37 +60,37 @@ def test_memory_needs_no_compression() -> None:
     assert Verdict.of(MEMORY).larger == {4: (), 2: ()}
 
 
-def test_of_equally_fast_choices_the_most_bits() -> None:
+def test_most_bits_of_equally_fast_choices() -> None:
     slow_sums = of(Costs(encode_per_value=1e-7, link_per_byte=1e-9), exact_per_value=2e-7)
     assert best_bits(slow_sums, 10**6) == 8  # 204 ms exact, 101 in 8 bits, 100.5 in 4
     bits = (8, 4, 2)
     assert best_bits(of(Costs(**CODEC, link_per_byte=1e-8), bits=bits), 10**6) == 2
 
 
-def test_noise_shall_not_cost_accuracy() -> None:
+def test_timing_noise_does_not_select_fewer_bits() -> None:
     timings = Timings((1024, 65536), {32: (1.0, 1.0), 8: (0.95, 0.95), 4: (0.92, 0.92)})
     assert Verdict.of(timings).larger[4] == ()
 
 
-def test_one_size_alone_and_a_line_that_falls() -> None:
+def test_single_size_and_decreasing_times() -> None:
     alone = Timings((1024,), {32: (1.0,), 4: (0.5,)})
     assert alone.at(32, 512) == 1 and alone.at(32, 4096) == 4
     assert Timings((1024, 4096), {32: (2.0, 1.0)}).at(32, 10**6) == 2
 
 
-def test_two_bits_are_for_those_who_get_back_what_is_lost() -> None:
+def test_two_bits_require_error_feedback() -> None:
     assert choices_of(NEAREST) == (8, 4)
     assert choices_of(Config(error_feedback=True)) == (8, 4, 2)
     assert choices_of(Config(compressor="levels")) == (4, 2)
     assert choices_of(Config(compressor="levels", error_feedback=False)) == (4,)
     diverges = Config(compressor="qsgd", error_feedback=True, bucket_size=32)
-    assert choices_of(diverges) == (8, 4)  # in 2 bits
+    assert choices_of(diverges) == (8, 4)  # error feedback diverges in 2 bits
 
 
 # ---- calls ---------------------------------------------------------------------------------------
 
 
-def test_bits_follow_from_the_verdict() -> None:
+def test_bits_follow_from_the_decision() -> None:
     verdict = Verdict.of(GIGABIT)
 
     def run(_rank: int, comm: Communicator) -> list[int]:
@@ -104,7 +104,7 @@ def test_bits_follow_from_the_verdict() -> None:
     assert threads(3, run) == [[32, 8, 4, verdict.bits(3000, 2)]] * 3
 
 
-def test_what_is_measured_is_the_same_on_all_ranks(caplog: pytest.LogCaptureFixture) -> None:
+def test_measurements_are_the_same_on_all_ranks(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG, "cgx_ops.autotune")
 
     def run(_rank: int, comm: Communicator) -> tuple[Timings, int, str]:
@@ -120,7 +120,7 @@ def test_what_is_measured_is_the_same_on_all_ranks(caplog: pytest.LogCaptureFixt
     assert "bits by size: " in caplog.text
 
 
-def test_a_closed_communicators_verdict_is_forgotten() -> None:
+def test_decision_of_a_closed_communicator_is_dropped() -> None:
     [comm] = Communicator.local(1)
     set_verdict(comm, NEAREST, Verdict.of(GIGABIT))
     assert in_words(comm.id)
@@ -128,7 +128,7 @@ def test_a_closed_communicators_verdict_is_forgotten() -> None:
     assert not in_words(comm.id)
 
 
-def test_one_rank_alone_measures_nothing() -> None:
+def test_single_rank_does_not_measure() -> None:
     [comm] = Communicator.local(1)
     assert cgx_ops.bits_for(comm, 10**9) == 32
     assert comm.collectives == 0

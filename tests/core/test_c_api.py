@@ -1,8 +1,8 @@
-"""The C functions of one rank's arithmetic, and plans: bad arguments are refused, not followed.
+"""The C functions for one rank's arithmetic, and plans: invalid arguments raise errors.
 
-Each row is a call with one argument that is null, negative or too large for its bytes to be
-counted in 63 bits; the error names it. (Bad lists: numpy/test_segments.py. Carried calls:
-core/test_carried.py. Communicators: numpy/test_communicator.py.)
+Each row is a call with one argument that is null, negative, or too large to count its bytes in 63
+bits; the error names it. Other tests: invalid lists in numpy/test_segments.py, carried calls in
+core/test_carried.py, communicators in numpy/test_communicator.py.
 """
 
 import ctypes
@@ -147,7 +147,7 @@ def test_codec_refuses(name: str) -> None:
 @pytest.mark.parametrize(
     ("field", "value"), [("bits", 9), ("bucket_size", 0), ("rounding", 4), ("compressor", 11)]
 )
-def test_a_call_names_the_field_at_fault(field: str, value: int) -> None:
+def test_errors_name_the_invalid_field(field: str, value: int) -> None:
     with pytest.raises(InvalidArgument) as caught:
         encoded_bytes(1024, **{field: value})()
     assert caught.value.field == field
@@ -162,7 +162,7 @@ def test_names_of_compressors() -> None:
         assert core.cgx_compressor_name(c_int64(number)) == b"unknown"
 
 
-def test_nothing_needs_no_memory() -> None:
+def test_zero_elements_need_no_memory() -> None:
     for call in (
         quantize(values=None, numel=0, data=None),
         dequantize(data=None, num_bytes=0, numel=0, values=None),
@@ -176,7 +176,7 @@ def test_nothing_needs_no_memory() -> None:
         call()
 
 
-def test_python_refuses_what_cannot_be() -> None:
+def test_python_rejects_invalid_arguments() -> None:
     for numel in (2**60, 2**62, 2**63, 2**64, -1):
         with pytest.raises(InvalidArgument, match="numel is"):
             cgx_ops.dequantize(b"", numel, bits=32)
@@ -191,7 +191,7 @@ def segment(offset: int = 0, numel: int = NUMEL, bits: int = 4) -> structs.Segme
     return structs.Segment(offset, numel, 512, bits)
 
 
-# The segments (None: no pointer), their number if it is another, other fields, the error's text.
+# The segments (None: no pointer), their number if different, other fields, the error's text.
 PLANS: dict[str, tuple[list[structs.Segment] | None, int | None, dict[str, Any], str]] = {
     "no segments": (None, 1, {}, "segments is a null pointer; it holds 1 segments"),
     "negative count": (None, -1, {}, "num_segments is -1"),
@@ -236,8 +236,8 @@ def test_plan_refuses(name: str, carried: bool) -> None:
 
 
 @pytest.mark.parametrize("step", [0, 1, 2])
-def test_an_allgather_that_does_nothing_is_noticed(step: int) -> None:
-    """Whatever this rank says in that step: what it says of a success is zeros."""
+def test_allgather_without_effect_raises(step: int) -> None:
+    """Let the bootstrap return zeros in this step, on this rank."""
     blobs: dict[tuple[int, int], bytes] = {}
     written = threading.Condition()
     skipped = threading.Event()

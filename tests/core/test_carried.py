@@ -1,10 +1,10 @@
-"""An allreduce whose messages the caller carries: cgx_carried_* of cgx.h, section 5.
+"""An allreduce whose messages the caller transports: cgx_carried_* of cgx.h, section 5.
 
-All ranks are simulated in this thread, numpy moves the bytes; every buffer has guards, and those
-that a step must not need are null.
+All ranks are simulated in this thread, and numpy copies the bytes. Every buffer has guards.
+Buffers that a step must not use are null.
 
     1. the simulated ranks
-    2. results: to the bit those of the oracle and of communicators; bytes those of cgx_plan
+    2. results: bitwise equal to the oracle's and communicators'; bytes equal to cgx_plan's
     3. bad calls
 """
 
@@ -32,7 +32,7 @@ ALGORITHMS: tuple[Algorithm, ...] = ("auto", "sra", "one_shot")
 
 
 class Guarded:
-    """Bytes between guards that must not change. At an odd address, as in a larger message."""
+    """Bytes between guards that must not change. The address is odd, as inside a larger message."""
 
     def __init__(self, numel: int) -> None:
         self.numel = numel
@@ -41,17 +41,17 @@ class Guarded:
 
     @property
     def address(self) -> int | None:
-        """Where it is; null if it is empty."""
+        """The address; null if the buffer is empty."""
         return self.bytes.ctypes.data if self.numel else None
 
     def check(self) -> None:
-        """Fail if something was written outside."""
+        """Fail if bytes outside of the buffer changed."""
         outside = np.concatenate([self.all[: GUARD - 1], self.all[GUARD - 1 + self.numel :]])
         assert (outside == 0xA5).all(), "written outside of the buffer"
 
 
 def native_call(case: Case, rank: int) -> structs.Collective:
-    """Return the case as a rank calls it, without buffers."""
+    """Return a rank's call of the case, without buffers."""
     segments = case.segments or ((0, case.size, case.bits, case.bucket_size),)
     native = [structs.Segment(o, n, bucket_size, bits) for o, n, bits, bucket_size in segments]
     return structs.Collective(
@@ -68,7 +68,7 @@ def native_call(case: Case, rank: int) -> structs.Collective:
 
 
 class Rank:
-    """One rank's side of a carried allreduce."""
+    """One rank's part of a carried allreduce."""
 
     def __init__(self, case: Case, rank: int, size: int) -> None:
         self.x = collective_cases.inputs(case, rank, size)
@@ -83,12 +83,12 @@ class Rank:
         self.scatter_bytes, self.gather_bytes = (list(given) for given in sizes)
 
     def use(self, values: npt.NDArray[Any] | None, result: npt.NDArray[Any] | None) -> None:
-        """Give the next step these buffers."""
+        """Use these buffers in the next step."""
         self.call.input = None if values is None else values.ctypes.data
         self.call.output = None if result is None else result.ctypes.data
 
     def encode(self) -> list[npt.NDArray[np.uint8]]:
-        """Return the messages: one for each owner, empty for itself; or one_shot's single one."""
+        """Return the messages: one per owner, empty for itself; or the single one of one_shot."""
         self.use(self.x if self.size > 1 else None, None)
         sizes = [b * (p != self.rank) for p, b in enumerate(self.scatter_bytes)]
         if self.one_shot:
@@ -99,7 +99,7 @@ class Rank:
         return np.split(messages.bytes, np.cumsum(sizes)[:-1])
 
     def reduce(self, arrived: list[npt.NDArray[np.uint8]]) -> npt.NDArray[np.uint8]:
-        """Return the message for everyone; arrived: from each rank, empty from itself."""
+        """Return the message for all ranks; arrived: from each rank, empty from itself."""
         self.use(self.x if self.size > 1 else None, None)
         joined = np.concatenate(arrived)
         assert len(joined) == (self.size - 1) * self.scatter_bytes[self.rank]
@@ -113,7 +113,7 @@ class Rank:
     def decode(self, messages: list[npt.NDArray[np.uint8]]) -> str:
         """Return the digest of the result; messages: of each rank."""
         assert [len(message) for message in messages] == self.gather_bytes
-        stride = max(self.gather_bytes) + 3  # what lies between two messages is not read
+        stride = max(self.gather_bytes) + 3  # bytes between two messages are not read
         gathered = np.full(stride * self.size, 0xA5, np.uint8)
         for rank, message in enumerate(messages):
             gathered[rank * stride : rank * stride + len(message)] = message
@@ -140,7 +140,7 @@ def allreduce(case: Case, size: int) -> list[str]:
 
 
 def payload_bytes(case: Case, comm: Communicator) -> int:
-    """Return what cgx_plan says that the rank would send."""
+    """Return the payload bytes of the rank, from cgx_plan."""
     call = native_call(case, comm.rank)
     some = np.empty(1)
     call.comm, call.input, call.output = comm.id, some.ctypes.data, some.ctypes.data
@@ -194,7 +194,8 @@ def check(cases: list[Case], size: int) -> None:
         if results != [of_rank[index][0] for of_rank in communicators]:
             wrong.append(f"{case}: not the communicators'")
         ranks = [Rank(case, rank, size) for rank in range(size)]
-        # With what has no length beforehand go 8 bytes that tell it, with places 8 of the seeds.
+        # Messages of variable length include 8 bytes with the length, random indices 8 with the
+        # seed.
         told = 8 * (size - 1) * (case.compressor in ("threshold", "randk") and case.size >= 16)
         sent = [
             sum(rank.scatter_bytes)
@@ -208,7 +209,7 @@ def check(cases: list[Case], size: int) -> None:
     assert not wrong, f"{len(wrong)} of {len(cases)} cases:\n" + "\n".join(wrong[:20])
 
 
-# On eight ranks the oracle of the codec and of all features takes long.
+# On eight ranks the oracle is slow for the codec and all features.
 RUNS = [
     pytest.param(*each, marks=[] if daily else pytest.mark.exhaustive)
     for each in itertools.product(SETS, (1, 2, 3, 4, 8))
@@ -223,7 +224,7 @@ def test_same_bits_and_bytes(cases: str, size: int) -> None:
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_large(size: int) -> None:
-    """Many chunks a shard, whose number differs between the shards."""
+    """Use many chunks per shard; their number differs between the shards."""
     check(
         [
             Case(2**20 + 7, 4, rounding="shift", op="avg"),
@@ -236,7 +237,7 @@ def test_large(size: int) -> None:
 
 
 def test_in_place() -> None:
-    """The output may be the input: decode writes where encode and reduce have read."""
+    """Use the input as output: decode writes where encode and reduce have read."""
     case = Case(5000, algorithm="sra")
     ranks = [Rank(case, rank, 2) for rank in range(2)]
     for rank in ranks:
@@ -274,7 +275,7 @@ def _reduce_to_null(carried: structs.Carried) -> None:
     library.call("cgx_carried_reduce", byref(carried), arrived.ctypes.data, 258, None, 258)
 
 
-# step, what is wrong in the cgx_carried_t and in its call, the kind and the text of the error
+# step, invalid fields of cgx_carried_t and of its call, the kind and the text of the error
 BAD_CALLS: dict[str, tuple[Callable[..., None], dict[str, Any], dict[str, Any], type, str]] = {
     "rank": (_plan, {"rank": 2}, {}, InvalidArgument, "rank is 2 and size 2; accepted: 0 <= rank"),
     "no rank": (_encode, {"rank": -1}, {}, InvalidArgument, "rank is -1"),
@@ -342,8 +343,8 @@ def test_refuses(name: str) -> None:
 
 
 @pytest.mark.parametrize("algorithm", ["sra", "one_shot"])
-def test_seeds_of_places_that_differ(algorithm: Algorithm) -> None:
-    """Every rank is told, of both seeds, in the step that reads what the others have encoded."""
+def test_mismatched_seeds_of_indices(algorithm: Algorithm) -> None:
+    """Check that every rank reports both seeds, in the step that reads the others' messages."""
     case = Case(1000, algorithm=algorithm, compressor="randk")
     ranks = [Rank(case, rank, 3) for rank in range(3)]
     ranks[2].call.seed += 1

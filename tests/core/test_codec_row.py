@@ -1,7 +1,7 @@
-"""A codec is one file and one row: tests/cpp/pairs_codec.h, and every face of the package has it.
+"""A new codec needs one file and one table row (tests/cpp/pairs_codec.h) to work in every API.
 
-A copy of the package has a libcgx.so that is built with that row. Its encodings have lengths of
-their own and cannot be cut, as no codec of the product's has by now.
+The test uses a copy of the package with a libcgx.so built with that row. The codec's messages have
+variable lengths and cannot be split, unlike those of other codecs.
 """
 
 import os

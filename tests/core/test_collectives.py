@@ -1,6 +1,6 @@
-"""Every collective against the oracle, to the bit: all ranks, transports and CPU targets.
+"""Every collective against the oracle, bit for bit, for all ranks, transports and CPU targets.
 
-Three ways to run ranks: threads of one process, mpirun over shared memory, mpirun over MPI.
+Ranks are threads of one process, or processes of mpirun over shared memory or over MPI.
 """
 
 import functools
@@ -36,7 +36,7 @@ Oracle = Callable[[str, int], list[list[str]]]
 
 @pytest.fixture(scope="module")
 def oracle() -> Iterator[Oracle]:
-    """Its digests of a set on n ranks, made on all cores: most of the time here is its own."""
+    """Yield the oracle's digests by set and ranks, computed on all cores to save time."""
     with ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:
 
         @functools.cache
@@ -65,7 +65,7 @@ def compare(names: str, ranks: list[list[str]], oracle: Oracle) -> None:
 def on_threads(
     cases: str, n: int, target: str, monkeypatch: pytest.MonkeyPatch, oracle: Oracle
 ) -> None:
-    """Run a set on threads of a process that uses one CPU target: it is chosen once."""
+    """Run a set on threads of a new process, because a process selects its CPU target once."""
     monkeypatch.setenv("CGX_CPU_TARGET", target)
     done = subprocess.run(
         [sys.executable, PROGRAM, cases, "--threads", str(n)],
@@ -78,7 +78,7 @@ def on_threads(
 
 
 def under_mpirun(names: Sequence[str], n: int, transport: str, oracle: Oracle) -> None:
-    """Run sets on n processes over one transport, with other threads and buffers for each."""
+    """Run sets on n processes over one transport, with different threads and buffers for each."""
     threads, buffer = {"SHM": ("1", "64"), "MPI": ("3", "1"), "TCP": ("2", "4")}[transport]
     env = {
         "COMMUNICATOR_TYPE": transport,
@@ -95,11 +95,12 @@ def under_mpirun(names: Sequence[str], n: int, transport: str, oracle: Oracle) -
 
 
 def daily(cases: str, target: str, n: int) -> bool:
-    """Tell what runs every day.
+    """Return whether a set runs daily.
 
-    Of the matrix the sample, which has every pair of values. A CPU target is the codec's, which
-    knows no rank, and the C++ tests have it: the others' features on three ranks alone, where
-    shards are uneven; under mpirun they meet four ranks, too.
+    Daily runs use the sample of the matrix, which has every pair of values. The CPU target affects
+    only the codec, which does not depend on the rank and is covered by the C++ tests. The features
+    of the other targets therefore run on three ranks only, where shards are uneven; under mpirun
+    they also run on four ranks.
     """
     if target != TARGETS[0]:
         return cases in ("features", SOME) and n == 3
@@ -113,7 +114,7 @@ ON_THREADS = [
     for n in (1, 2, 3, 4, 8)
     if (every_day := daily(cases, target, n)) or cases not in ("sample", SOME)
 ]
-# A transport knows no dtype. The sets of a day share a launch.
+# Transports do not depend on the dtype. The sets of a day share a launch.
 UNDER_MPIRUN = [(("sample", "features", SOME), "SHM", 4), (("sample", "features", SOME), "MPI", 3)]
 UNDER_MPIRUN += [(("sample",), "TCP", 3)]
 UNDER_MPIRUN += [
@@ -148,7 +149,7 @@ def test_sample_has_every_pair_of_values() -> None:
 
 @pytest.mark.parametrize("rounding", ["nearest", "shift"])
 def test_error_stays_within_the_bound(rounding: Literal["nearest", "shift"]) -> None:
-    """The oracle's bound holds for what the library gives, and is not far above it."""
+    """Check the oracle's bound for the library's results, and that it is not far above them."""
     closest = 0.0
     for numel, bits, bucket_size in [(1000, 4, 64), (5000, 8, 512), (5000, 1, 100), (40, 2, 7)]:
         xs = [np.random.default_rng(r).standard_normal(numel).astype(np.float32) for r in range(3)]
@@ -175,9 +176,9 @@ def test_error_stays_within_the_bound(rounding: Literal["nearest", "shift"]) -> 
 
 @pytest.mark.parametrize(("rounding", "together"), [("stochastic", 1), ("shift", 64)])
 def test_noise_is_unbiased(rounding: Rounding, together: int) -> None:
-    """The mean over many seeds tends to the exact sum: within 5 of its own standard errors.
+    """Check that the mean over many seeds is within 5 standard errors of the exact sum.
 
-    together: elements that share their noise, so that their errors may add up.
+    together: number of elements that share noise, so that their errors may add up.
     """
     repeats, numel = 400, 2000
     xs = [np.random.default_rng(r).standard_normal(numel).astype(np.float32) for r in range(3)]
@@ -190,7 +191,7 @@ def test_noise_is_unbiased(rounding: Rounding, together: int) -> None:
     results = launch.threads(3, run)[0]
     exact = np.sum(xs, axis=0, dtype=np.float64)
     # One element's mean is off by 5 standard errors about once in 1.7 million; the mean over all
-    # elements, the more so.
+    # elements even less often.
     errors = (results - exact).mean(axis=0)
     deviation = results.std(axis=0) / np.sqrt(repeats)
     assert (np.abs(errors) <= 5 * deviation + 1e-6).mean() > 0.999
@@ -198,7 +199,7 @@ def test_noise_is_unbiased(rounding: Rounding, together: int) -> None:
 
 
 def test_runs_repeat_and_calls_differ() -> None:
-    """The noise of a run repeats; two calls of a run, and two communicators, differ."""
+    """Check that the noise of a run repeats, and differs between calls and communicators."""
     x = np.random.default_rng(0).standard_normal(1000).astype(np.float32)
 
     def run(rank: int, comm: Communicator) -> list[bytes]:
@@ -213,10 +214,10 @@ def test_runs_repeat_and_calls_differ() -> None:
 @pytest.mark.exhaustive
 @pytest.mark.timeout(900)
 def test_more_than_two_to_the_31_bytes() -> None:
-    """537 million fp32 values in place on two ranks; the oracle checks slices around the edges."""
+    """Reduce 537 million fp32 values in place on two ranks; compare slices at the edges."""
     numel, bucket = 2**29 + 1000, 512
     pattern = np.random.default_rng(0).standard_normal(2**20 + 7).astype(np.float32)
-    middle = -(-numel // bucket) // 2 * bucket  # where the second rank's shard begins
+    middle = -(-numel // bucket) // 2 * bucket  # start of the second rank's shard
 
     def values(rank: int) -> np.ndarray:
         return np.resize(pattern * (rank + 1), numel)
@@ -248,10 +249,10 @@ def test_more_than_two_to_the_31_bytes() -> None:
 
 
 @pytest.mark.parametrize(("op", "width"), [("sum", 4), ("avg", 4), ("product", 4), ("max", 2)])
-def test_partial_sums_of_16_bits_are_counted_as_they_travel(op: Op, width: int) -> None:
-    """In a ring: fp32 towards the owner, but a maximum is one of the values; fp16 on the way back.
+def test_bytes_of_16_bit_partial_sums(op: Op, width: int) -> None:
+    """Check cgx_plan and the bytes sent by a ring.
 
-    cgx_plan and the bytes that were sent say so.
+    Partial sums travel in fp32 towards the owner, maxima in their dtype; results travel in fp16.
     """
     size, numel, header = 4, 40_000, 200  # of docs/reference/control_messages.md
 

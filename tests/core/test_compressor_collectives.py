@@ -1,9 +1,9 @@
-"""Compressors among ranks, beyond what is compared with the oracle (core/test_collectives.py).
+"""Collectives with compressors, beyond the comparison with the oracle (test_collectives.py).
 
-1. what is not finite is seen on every rank, by every route
-2. votes; places that all draw
-3. layers with compressors of their own
-4. ranks that disagree, and routes that cannot carry a codec
+1. NaN and infinities reach every rank, with every algorithm
+2. votes; random indices
+3. layers with different compressors
+4. mismatched ranks, and algorithms that do not support a codec
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ def normal(rank: int, numel: int) -> np.ndarray:
     return np.random.default_rng([rank, numel]).standard_normal(numel).astype(np.float32)
 
 
-# ---- 1. what is not finite -----------------------------------------------------------------------
+# ---- 1. NaN and infinities -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("compressor", COMPRESSORS)
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_what_is_not_finite_is_seen_on_every_rank(compressor: Any, bad: float) -> None:
-    """On one rank, anywhere in a bucket: in the bucket's result on all ranks, and nowhere else."""
+def test_nan_and_infinity_reach_every_rank(compressor: Any, bad: float) -> None:
+    """Check that a value on one rank affects its bucket on all ranks, and nothing else."""
     at, bucket_size, numel = 700, 256, 2000
     in_bucket = np.arange(numel) // bucket_size == at // bucket_size
 
@@ -66,13 +66,13 @@ def test_what_is_not_finite_is_seen_on_every_rank(compressor: Any, bad: float) -
                 assert not np.isfinite(result[at])
 
 
-# ---- 2. votes and places -------------------------------------------------------------------------
+# ---- 2. votes and random indices -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("op", ["sum", "avg"])
-def test_a_vote_is_the_same_by_every_route(size: int, op: Any) -> None:
-    """The majority's sign, 1 for a tie and for zeros, however few values there are."""
+def test_votes_are_the_same_for_every_algorithm(size: int, op: Any) -> None:
+    """Check the majority's sign, 1 for ties and zeros, for any number of values."""
     numels = (1, 5, 1000, 40_000)
 
     def run(rank: int, comm: Communicator) -> list[list[bytes]]:
@@ -94,8 +94,8 @@ def test_a_vote_is_the_same_by_every_route(size: int, op: Any) -> None:
             assert of_rank[number] == [want.tobytes()] * 4, (numel, size)
 
 
-def test_randk_adds_what_all_ranks_have_at_the_places() -> None:
-    """By any route the sum of the values there, without a second loss; 0 elsewhere."""
+def test_randk_sums_the_values_at_its_indices() -> None:
+    """Check that the result is the values' sum, encoded once, and 0 elsewhere."""
     numel, config = 3000, Config(compressor="randk", density=0.1)
     exact = np.sum([normal(rank, numel) for rank in range(3)], axis=0)
 
@@ -115,8 +115,8 @@ def test_randk_adds_what_all_ranks_have_at_the_places() -> None:
             np.testing.assert_allclose(result[places], exact[places], rtol=0, atol=1e-6)
 
 
-def test_randk_draws_other_places_in_every_call() -> None:
-    """From the counter of calls that ranks share, without a seed of the caller's."""
+def test_randk_draws_different_indices_in_every_call() -> None:
+    """Check that indices depend on the shared call counter, without a seed from the caller."""
     config = Config(compressor="randk")
 
     def run(rank: int, comm: Communicator) -> list[bytes]:
@@ -134,7 +134,7 @@ def test_randk_draws_other_places_in_every_call() -> None:
         ({"segments": [Segment(0, 50), Segment(49, 50)]}, "overlap"),
     ],
 )
-def test_a_call_that_one_rank_refuses_draws_no_places(wrong: dict[str, Any], says: str) -> None:
+def test_rejected_call_draws_no_indices(wrong: dict[str, Any], says: str) -> None:
     config = Config(compressor="randk", density=0.5)
 
     def run(rank: int, comm: Communicator) -> list[bytes]:
@@ -151,8 +151,8 @@ def test_a_call_that_one_rank_refuses_draws_no_places(wrong: dict[str, Any], say
 # ---- 3. layers -----------------------------------------------------------------------------------
 
 
-def test_segments_with_compressors_of_their_own() -> None:
-    """As rules give them to layers: one message, every part as the oracle has it."""
+def test_segments_with_different_compressors() -> None:
+    """Use one compressor per segment in one message, as rules do, and compare with the oracle."""
     layers: list[dict[str, Any]] = [
         {"compressor": "topk", "density": 0.1, "value_bits": 4},
         {"compressor": "levels", "bits": 2, "rotation": 32},
@@ -184,21 +184,21 @@ def test_segments_with_compressors_of_their_own() -> None:
 
 
 @pytest.mark.parametrize("what", DISAGREE)
-def test_disagreement_is_one_error_on_every_rank(what: str) -> None:
+def test_mismatch_is_one_error_on_every_rank(what: str) -> None:
     ours, theirs, text = DISAGREE[what]
 
     def run(rank: int, comm: Communicator) -> str:
         x = normal(rank, 1000)
         with pytest.raises(MismatchError) as caught:
             comm.allreduce(x, config=Config(**(theirs if rank == 2 else ours)))
-        comm.allreduce(x, config=Config(**ours))  # the communicator is whole
+        comm.allreduce(x, config=Config(**ours))  # the communicator is still usable
         return str(caught.value)
 
     errors = launch.threads(3, run)
     assert len(set(errors)) == 1 and text in errors[0] and "rank" in errors[0], errors
 
 
-def test_randk_s_seeds_must_agree_and_noise_s_need_not() -> None:
+def test_only_seeds_of_indices_must_match() -> None:
     def run(rank: int, comm: Communicator) -> str:
         x = normal(rank, 1000)
         with pytest.raises(MismatchError) as caught:
@@ -211,7 +211,7 @@ def test_randk_s_seeds_must_agree_and_noise_s_need_not() -> None:
     assert len(set(errors)) == 1 and "the seed of the random indices" in errors[0], errors
 
 
-def test_segments_that_differ_are_a_disagreement() -> None:
+def test_mismatched_segments() -> None:
     def run(rank: int, comm: Communicator) -> str:
         density = 0.1 if rank else 0.2
         segments = [Segment(0, 500), Segment(500, 500, Config(compressor="topk", density=density))]
@@ -223,7 +223,7 @@ def test_segments_that_differ_are_a_disagreement() -> None:
 
 
 @pytest.mark.parametrize("route", ["sra", "ring"])
-def test_threshold_cannot_be_cut(route: Any) -> None:
+def test_threshold_cannot_be_split(route: Any) -> None:
     def run(rank: int, comm: Communicator) -> None:
         x, config = normal(rank, 1000), Config(compressor="threshold", algorithm=route)
         with pytest.raises(Unsupported, match=f"{route} cuts values.*allreduce with one_shot"):

@@ -1,7 +1,7 @@
-"""What compressors lose on one rank: their closed forms, and that unbiased ones are (numerics.md).
+"""Quantization errors of compressors on one rank: closed forms, and unbiasedness (numerics.md).
 
-The relative squared error is |x - decoded|^2 / |x|^2. Where it depends on the values (a bucket's
-largest, say) the closed form is worked out from the sample, in fp64, and never by encoding it.
+The relative squared error is |x - decoded|^2 / |x|^2. If it depends on the values (for example a
+bucket's largest), the closed form is computed from the sample, in fp64, without encoding it.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def relative_error(x: npt.NDArray[np.float32], config: Config, seed: int = 0) ->
 
 # ---- closed forms --------------------------------------------------------------------------------
 #
-# Of buckets, one a row: the squared error of each row, or of each value.
+# Functions of buckets, one per row. They return the squared error of each row, or of each value.
 
 
 def nearest_level(x: Doubles, bits: int) -> Doubles:
@@ -54,12 +54,12 @@ def nearest_level(x: Doubles, bits: int) -> Doubles:
 
 
 def one_magnitude(x: Doubles) -> Doubles:
-    """EF-SignSGD: 1 - |x|_1^2 / (n |x|_2^2)."""
+    """Return the error of EF-SignSGD: 1 - |x|_1^2 / (n |x|_2^2)."""
     return np.square(x).sum(axis=1) - np.square(np.abs(x).sum(axis=1)) / x.shape[1]
 
 
 def two_means(x: Doubles) -> Doubles:
-    """The variance within the negative and within the other values."""
+    """Return the variance within the negative and within the other values."""
     below = x < 0
     lost = np.square(x).sum(axis=1)
     for of in (below, ~below):
@@ -69,7 +69,7 @@ def two_means(x: Doubles) -> Doubles:
 
 
 def ternary(x: Doubles, clip: float = math.inf) -> Doubles:
-    """TernGrad: max E|x| / E x^2 - 1; and what is clipped."""
+    """Return the error of TernGrad: max E|x| / E x^2 - 1, plus the error of clipping."""
     rms = np.sqrt(np.square(x).mean(axis=1, keepdims=True))
     scale = np.minimum(np.abs(x).max(axis=1, keepdims=True), clip * rms)
     kept = np.minimum(np.abs(x), scale)
@@ -77,19 +77,19 @@ def ternary(x: Doubles, clip: float = math.inf) -> Doubles:
 
 
 def qsgd(x: Doubles, bits: int) -> Doubles:
-    """Between two levels, s of which are the 2-norm: f (1 - f) of a step's square."""
+    """Return f (1 - f) times a squared step, between two levels; s steps are the 2-norm."""
     step = np.sqrt(np.square(x).sum(axis=1, keepdims=True)) / (2 ** (bits - 1) - 1)
     f = np.abs(x) / step % 1
     return f * (1 - f) * np.square(step)
 
 
 def units(x: Doubles, fraction_bits: int) -> Doubles:
-    """The square of a unit in the last place."""
+    """Return the square of a unit in the last place."""
     return np.square(2.0 ** (np.floor(np.log2(np.maximum(np.abs(x), 1e-30))) - fraction_bits))
 
 
 def steps(x: Doubles, bits: int) -> Doubles:
-    """The square of a step from the minimum to the maximum, n times."""
+    """Return n times the square of a step, which divides the range of the bucket."""
     step = np.ptp(x, axis=1) / (2**bits - 1)
     return np.square(step) * x.shape[1]
 
@@ -101,7 +101,7 @@ def not_chosen(x: Doubles, density: float) -> Doubles:
 
 
 def rotated(x: Doubles, size: int) -> Doubles:
-    """Multiply sixteen blocks of a bucket, their values sixteen apart, by Sylvester's matrix."""
+    """Multiply sixteen blocks of a bucket, with values sixteen apart, by Sylvester's matrix."""
     matrix = np.ones((1, 1))
     while len(matrix) < size:
         matrix = np.block([[matrix, matrix], [matrix, -matrix]])
@@ -150,13 +150,13 @@ FORMS: dict[str, tuple[dict[str, Any], Callable[[Doubles], Doubles]]] = {
 
 @pytest.mark.parametrize("name", FORMS)
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
-def test_error_is_the_closed_form(distribution: str, name: str) -> None:
+def test_error_equals_the_closed_form(distribution: str, name: str) -> None:
     x = sample(distribution)
     knobs, form = FORMS[name]
     rows = x.astype(np.float64).reshape(-1, B)
     want = form(rows).sum() / np.square(rows).sum()
     config = Config(**{"bucket_size": B, **knobs})
-    # Few values of t3 have most of the energy, and one draw of their noise is off by 2 %.
+    # Few values of t3 have most of the energy, so one draw of their noise differs by 2 %.
     draws = 16 if config.draws and config.compressor != "randk" else 1
     found = np.mean([relative_error(x, config, seed) for seed in range(draws)])
     assert abs(found / want - 1) < 0.02, (found, want)
@@ -176,7 +176,7 @@ def test_error_is_below_the_proven_bound(distribution: str) -> None:
 
 
 def test_known_numbers_of_the_gaussian() -> None:
-    """Lloyd and Max's; 1 - 2/pi; what a Gaussian's largest hundredth leaves."""
+    """Compare with Lloyd and Max, 1 - 2/pi, and a Gaussian without its largest hundredth."""
     x = sample("gauss")
     for bits, want in LLOYD_MAX.items():
         assert abs(relative_error(x, Config(compressor="levels", bits=bits)) / want - 1) < 0.02
@@ -193,8 +193,8 @@ def test_known_numbers_of_the_gaussian() -> None:
 
 @pytest.mark.parametrize("density", [0.001, 0.02, 0.5])
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
-def test_threshold_leaves_what_is_below_one(distribution: str, density: float) -> None:
-    """What is sent is all of at least some magnitude, exactly."""
+def test_threshold_drops_only_values_below_one_magnitude(distribution: str, density: float) -> None:
+    """Check that all values of at least some magnitude are sent, exactly."""
     x = sample(distribution)
     config = Config(compressor="threshold", density=density)
     back = dequantize(quantize(x, config), N, "float32", config)
@@ -204,7 +204,7 @@ def test_threshold_leaves_what_is_below_one(distribution: str, density: float) -
     assert 0.8 * density * N <= chosen.sum() <= 1.3 * density * N + 1
 
 
-# ---- unbiased ------------------------------------------------------------------------------------
+# ---- unbiasedness --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -223,12 +223,12 @@ def test_threshold_leaves_what_is_below_one(distribution: str, density: float) -
 )
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 def test_unbiased(distribution: str, knobs: dict[str, Any]) -> None:
-    """The mean of 10^4 encodings of a bucket is its values: z-scores of a normal distribution.
+    """Check the mean of 10^4 encodings of a bucket, by z-scores of a normal distribution.
 
-    Equal buckets draw noise of their own. Beyond 5.5 lies one z in 26 million; the mean square of
-    64 * 4 of them is off 1 by 5.5 sqrt(2 / 256) as rarely (shift has one noise a bucket, so that
-    all its z may be one). Noise has 16 bits: a probability is off by 2^-17 at most, a 650th of the
-    standard error at most.
+    Equal buckets draw different noise. One z in 26 million exceeds 5.5; as rarely, the mean square
+    of 64 * 4 of them differs from 1 by 5.5 sqrt(2 / 256) (shift has one noise value per bucket, so
+    all its z may be equal). Noise has 16 bits: a probability is off by at most 2^-17, a 650th of
+    the standard error.
     """
     repeats, size = 10_000, 64
     config = Config(bucket_size=size, **knobs)
@@ -240,7 +240,7 @@ def test_unbiased(distribution: str, knobs: dict[str, Any]) -> None:
         deviation = errors.std(axis=0)
         drawn = deviation > 1e-6 * np.abs(bucket).max()
         assert drawn.mean() > 0.9
-        # What was never rounded the other way is so with a probability below 1e-3, or exact.
+        # A value never rounded the other way has a probability below 1e-3, or is exact.
         assert np.abs(errors[:, ~drawn]).max(initial=0) <= 1e-3 * np.abs(bucket).max()
         z = errors.mean(axis=0)[drawn] / deviation[drawn] * math.sqrt(repeats)
         assert np.abs(z).max() < 5.5, z
@@ -259,8 +259,8 @@ def test_unbiased(distribution: str, knobs: dict[str, Any]) -> None:
     ],
     ids=str,
 )
-def test_the_others_repeat_themselves(knobs: dict[str, Any]) -> None:
-    """Their error depends on the values alone, so that it does not average out."""
+def test_biased_compressors_repeat_their_error(knobs: dict[str, Any]) -> None:
+    """Check that the error depends on the values alone, so that it does not average out."""
     x = np.tile(sample("gauss")[:64], 100)
     config = Config(bucket_size=64, **knobs)
     back = dequantize(quantize(x, config), x.size, "float32", config).reshape(100, 64)

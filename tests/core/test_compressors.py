@@ -1,4 +1,4 @@
-"""Every compressor on one rank: bytes, against the oracle to the bit, and bad input.
+"""Every compressor on one rank: bytes, compared with the oracle, and invalid input.
 
 1. against the oracle, on all CPU targets
 2. bytes by formula
@@ -87,7 +87,7 @@ def test_against_the_oracle(target: str, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_the_cases_have_every_pair_of_values() -> None:
-    """But for incomplete buckets of a vote, which are refused."""
+    """Exclude incomplete buckets of votes, which raise errors."""
     for one, other in itertools.combinations((ROWS, KINDS, DTYPES, SHAPES), 2):
         pairs = {
             (a, b)
@@ -100,8 +100,8 @@ def test_the_cases_have_every_pair_of_values() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("row", ROWS)
-def test_large_ones(row: str) -> None:
-    """More than a million values, also as one bucket."""
+def test_large_inputs(row: str) -> None:
+    """Use more than a million values, also as one bucket."""
     bucket_sizes = [512, 2**21] if ROWS[row].get("rotation") is None else [4096]
     for bucket_size, dtype in zip(bucket_sizes, DTYPES, strict=False):
         case = (row, "heavy", dtype, LARGE, bucket_size, False)
@@ -145,8 +145,8 @@ def elias_fano(numel: int, count: int) -> int:
     return math.ceil(count * low / 8) + math.ceil(((numel - 1) // 2**low + count) / 8)
 
 
-def test_bytes_are_as_many_as_the_formulas_say() -> None:
-    """Each row in fp32: the bytes of docs/explanation/numerics.md, "Other compressors"."""
+def test_bytes_match_the_formulas() -> None:
+    """Compare each compressor in fp32 with numerics.md, "Other compressors"."""
     n, whole, rest = 5000, 9, 392  # buckets of 512
     per_bucket = {
         **{f"levels {b}": lambda k, b=b: 2 + math.ceil(k * b / 8) for b in range(1, 5)},
@@ -173,14 +173,14 @@ def test_bytes_are_as_many_as_the_formulas_say() -> None:
         assert len(quantize(values("normal", n, "float32"), config)) == want, config
         randk = Config(compressor="randk", density=density)
         assert len(quantize(np.ones(n, np.float32), randk)) == sum(4 * k for _, k in ks)
-    # The information of 64 places among 4096 is 7.3 bits each; the code takes 8.0, plain ones 12.
+    # The information of 64 indices among 4096 is 7.3 bits each; the code uses 8.0, plain ones 12.
     assert elias_fano(4096, 64) == 64
 
 
 @pytest.mark.parametrize("compressor", ["topk", "threshold"])
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_all_nan_are_equal(compressor: Any, dtype: str) -> None:
-    """The first are sent, whatever else is in them; also where a sample begins with one."""
+    """Check that the first NaNs are sent, whatever their payload, also at the start of a sample."""
     x = values("normal", 3000, dtype)
     bits = x.view(np.uint32 if dtype == "float32" else np.uint16)
     first = {"float32": 0x7F800001, "float16": 0x7C01, "bfloat16": 0x7F81}[dtype]
@@ -192,8 +192,8 @@ def test_all_nan_are_equal(compressor: Any, dtype: str) -> None:
         assert data == reference.quantize(x, 4, 1000, **knobs), density
 
 
-def test_threshold_sends_no_more_than_it_may() -> None:
-    """At most 1.3 k, at least one, and near k where the sample tells; lengths are real."""
+def test_threshold_respects_its_limits() -> None:
+    """Check the count: at most 1.3 k, at least one, near k if the sample allows; and the length."""
     for kind, density in itertools.product(KINDS, (1e-9, 0.001, 0.01, 0.3, 1.0)):
         for numel in (1, 17, 1000, 100_000):
             config = Config(compressor="threshold", density=density)
@@ -206,8 +206,8 @@ def test_threshold_sends_no_more_than_it_may() -> None:
                 assert count >= 0.8 * wanted, (kind, density, numel)
 
 
-def test_threshold_sends_enough_of_values_much_alike() -> None:
-    """Where no trial parts them, of 0.8 k the largest, and of equal ones the first."""
+def test_threshold_sends_enough_of_similar_values() -> None:
+    """Check that without a separating threshold, 0.8 k values are sent: largest, then first."""
     random = np.random.default_rng(0)
     signs = random.choice(np.array([-1, 1], np.float32), 50_000)
     for x in (np.ones(2**20 + 7, np.float32), signs, 1 + 0.05 * abs(signs * random.random(50_000))):
@@ -271,27 +271,27 @@ def test_refuses(knobs: dict[str, Any], says: str) -> None:
 
 
 @pytest.mark.parametrize("name", COMPRESSORS)
-def test_refuses_data_of_another_length(name: Any) -> None:
+def test_rejects_data_of_wrong_length(name: Any) -> None:
     config = Config(compressor=name)
     data = quantize(np.ones(1000, np.float32), config)
     for wrong in (b"", data[:-1], data + b"\0"):
         with pytest.raises(InvalidArgument):
             dequantize(wrong, 1000, "float32", config)
-    if name != "threshold":  # which has no length of its own
+    if name != "threshold":  # its messages have no fixed length
         with pytest.raises(
             InvalidArgument, match=r"the data has 0 bytes; \d+ values in these settings have \d+"
         ):
-            dequantize(b"", 10**15, "float32", config)  # for which there is no memory
+            dequantize(b"", 10**15, "float32", config)  # for which memory would not suffice
     assert np.isfinite(dequantize(data, 1000, "float32", config)).all()
 
 
-def test_what_is_no_config_is_refused() -> None:
+def test_rejects_invalid_config() -> None:
     with pytest.raises(InvalidArgument, match=r"config is 5; it must be a cgx_ops\.Config"):
         quantize(np.ones(100, np.float32), 5)  # pyright: ignore[reportArgumentType]
 
 
-def test_a_segment_may_have_2_to_the_32_places() -> None:
-    """Beyond that places have no number; a bucket is what counts for topk and randk."""
+def test_limit_of_2_to_the_32_indices() -> None:
+    """Check the limit of 2^32 indices, per bucket for topk and randk."""
     for name in ("topk", "randk"):
         with pytest.raises(InvalidArgument, match=f"{name} supports fewer than 2\\^32"):
             quantize(np.ones(4, np.float32), compressor=name, bucket_size=2**32)

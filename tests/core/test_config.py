@@ -1,4 +1,4 @@
-"""Config: every field is checked, and the core's table is its own."""
+"""Config: every field is validated, and its table is the core's."""
 
 import ctypes
 import dataclasses
@@ -78,7 +78,7 @@ def test_accepts(field: str, values: list[Any]) -> None:
         *(("residual_decay", value) for value in (0, 1.5, -1, None, "1")),
     ],
 )
-def test_refuses_and_names_the_field_and_value(field: str, value: object) -> None:
+def test_rejects_and_names_field_and_value(field: str, value: object) -> None:
     with pytest.raises(InvalidArgument) as caught:
         Config(**{field: value})  # pyright: ignore[reportArgumentType]
     assert f"Config.{field} is {value!r}; it must be " in str(caught.value)
@@ -125,7 +125,7 @@ def test_texts_round_trip(config: Config) -> None:
 
 
 @pytest.mark.parametrize("text", ["bits=9", "bits", "nothing=1", "bits=4 bits=4", "bits=4,clip=1"])
-def test_texts_that_are_no_config(text: str) -> None:
+def test_invalid_texts(text: str) -> None:
     with pytest.raises(InvalidArgument):
         Config.parse(text)
 
@@ -152,7 +152,7 @@ def test_feedback_is_for_biased_encodings(config: Config, keeps: bool) -> None:
     ("name", "words"),
     [("rounding", Rounding), ("algorithm", Algorithm), ("compressor", Compressor)],
 )
-def test_words_are_those_of_the_core(name: str, words: Any) -> None:
+def test_names_equal_those_of_the_core(name: str, words: Any) -> None:
     field = fields()[name]
     own = {"None"} if name == "rounding" else set()
     assert {*get_args(words)} | own == field["words"].keys()
@@ -187,7 +187,7 @@ def test_text() -> None:
     }
 
 
-def test_a_text_may_leave_fields_out_and_have_any_order() -> None:
+def test_texts_may_omit_and_reorder_fields() -> None:
     parse = library.parse_config
     assert bytes(parse("")) == bytes(Config().native)
     short = parse("rounding='nearest' bits=8")
@@ -226,23 +226,23 @@ def test_bad_texts(text: str, says: str) -> None:
         ("bits=9", "bits"),
         ("clip=1", "clip"),
         ("bits=4 density=2", "density"),
-        ("compressor='none' bits=9", "compressor"),  # the first
-        ("bits=8 compressor='levels'", None),  # they do not belong together
+        ("compressor='none' bits=9", "compressor"),  # the first one
+        ("bits=8 compressor='levels'", None),  # the two fields are incompatible
         ("density=0.5", None),
         ("speed=2", None),
         ("bits=4 bits=9", None),
     ],
 )
-def test_the_field_at_fault(text: str, field: str | None) -> None:
+def test_invalid_field(text: str, field: str | None) -> None:
     with pytest.raises(InvalidArgument) as caught:
         library.parse_config(text)
     assert caught.value.field == field
     with pytest.raises(InvalidArgument) as caught:
         library.call("cgx_config_check_feedback", ctypes.byref(library.parse_config("bits=32")))
-    assert caught.value.field is None  # of the last failure alone
+    assert caught.value.field is None  # that of the last failure only
 
 
-def test_config_names_the_field_at_fault() -> None:
+def test_config_names_the_invalid_field() -> None:
     with pytest.raises(InvalidArgument) as caught:
         Config(bits=4, density=2)
     assert caught.value.field == "density"
@@ -276,7 +276,7 @@ OVERRIDES: list[tuple[Config, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("config", "own"), OVERRIDES, ids=str)
-def test_the_core_overrides_as_python_does(config: Config, own: dict[str, Any]) -> None:
+def test_core_overrides_like_python(config: Config, own: dict[str, Any]) -> None:
     native = library.parse_config(str(config))
     text = " ".join(f"{name}={value!r}" for name, value in own.items()).encode()
     before = bytes(native)
@@ -293,7 +293,7 @@ def test_the_core_overrides_as_python_does(config: Config, own: dict[str, Any]) 
     assert Config.parse((written.value or b"").decode()) == want
 
 
-def test_operators_of_torch_have_no_defaults_of_their_own() -> None:
+def test_torch_operators_define_no_defaults() -> None:
     pytest.importorskip("torch.nn")
     torch = importlib.import_module("torch")
     importlib.import_module("cgx_ops.torch")

@@ -1,6 +1,6 @@
-"""Error feedback gives nothing up in any binding, by any route, with any compressor, over 50 steps.
+"""Conservation with error feedback over 50 steps: all bindings, algorithms and compressors.
 
-numpy/test_feedback.py has numpy's threads, numpy/test_feedback_scatter.py reduce_scatter, and
+numpy/test_feedback.py tests numpy's threads, numpy/test_feedback_scatter.py reduce_scatter, and
 jax/test_compressors.py psum_q with its carriers.
 """
 
@@ -42,7 +42,7 @@ def test_threads(binding: str, size: int, algorithm: Any) -> None:
         left_over(knobs, ranks)
 
 
-# The hosts that differ most are enough every day.
+# Daily runs use only the most uneven hosts.
 PROCESSES = [
     pytest.param(binding, algorithm, hosts, marks=[] if daily else EXHAUSTIVE)
     for binding, algorithm, layouts in (
@@ -59,7 +59,7 @@ PROCESSES = [
 
 @pytest.mark.parametrize(("binding", "algorithm", "hosts"), PROCESSES)
 def test_processes(binding: str, algorithm: str, hosts: str, tmp_path: Path) -> None:
-    """By `hierarchical` on hosts of one and several ranks, and by what torch's groups carry."""
+    """Test `hierarchical` on hosts of one and several ranks, and torch's carrier="c10d"."""
     launch.mpirun(
         hosts.count(",") + 1, "run_conservation.py", tmp_path, binding, algorithm, hosts=hosts,
         env=ENVIRONMENT, timeout=500,
@@ -71,7 +71,7 @@ def test_processes(binding: str, algorithm: str, hosts: str, tmp_path: Path) -> 
 
 
 def left_over(knobs: dict[str, Any], ranks: Any) -> None:
-    """Check what ranks were left with: something, if there were several."""
+    """Check the final residuals: nonzero if there are several ranks."""
     try:
         conservation.check(ranks)
     except AssertionError as error:

@@ -1,4 +1,4 @@
-"""require_same(): ranks that differ all get one error, which names the first field that differs."""
+"""require_same(): different ranks all get one error, which names the first field that differs."""
 
 import pytest
 from support.launch import threads
@@ -33,7 +33,7 @@ def test_every_rank_gets_the_same_result(ranks: int, others: dict[str, object], 
     assert threads(ranks, run, timeout=20) == [expected] * ranks
 
 
-def test_the_error_and_the_members_are_the_callers() -> None:
+def test_caller_sets_error_type_and_members() -> None:
     answers = [[b"1", b"2"], [b'{"bits": "4"}', b'{"bits": "8"}']]
     with pytest.raises(InvalidArgument, match="process 3 has bits 4, process 5 has 8"):
         require_same(

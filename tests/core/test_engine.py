@@ -1,4 +1,4 @@
-"""The engine under stress and in trouble: order, disagreement, deadlines, death, forks."""
+"""The engine under stress and with failures: order, mismatches, deadlines, lost ranks, forks."""
 
 import json
 import os
@@ -29,9 +29,9 @@ ONES = np.ones(1000, np.float32)
 
 @pytest.fixture
 def shared_memory_cleared() -> Iterator[None]:
-    """What the test's jobs put into /dev/shm, Open MPI's files included, is gone soon after.
+    """Check that the test's files in /dev/shm, including Open MPI's, disappear soon afterwards.
 
-    Other jobs may run beside this one: what they have put there by now goes with them.
+    Files that other jobs have created by then are ignored.
     """
     before = set(os.listdir("/dev/shm"))
     yield
@@ -53,7 +53,7 @@ def test_any_order(transport: str, count: int) -> None:
 
 
 def failure(how: str, transport: str, *mpirun_args: str) -> list[str]:
-    """Fail the last of 4 ranks; return what each printed."""
+    """Fail the last of 4 ranks; return the output of each."""
     return launch.mpirun(
         4,
         "run_failure.py",
@@ -78,13 +78,13 @@ def failure(how: str, transport: str, *mpirun_args: str) -> list[str]:
     ],
 )
 def test_lost_rank(how: str, transport: str) -> None:
-    """Every other rank raises in time and names the rank and the collective."""
+    """Check that every other rank raises in time and names the rank and the collective."""
     outputs = failure(how, transport, "--with-ft", "ulfm")
     launch.check_survivors(outputs[:3], how)
 
 
 def test_killed_rank_under_plain_mpirun() -> None:
-    """Without fault tolerance mpirun itself ends the job: no rank hangs."""
+    """Check that without fault tolerance mpirun ends the job: no rank hangs."""
     begin = time.monotonic()
     failure("kill", "SHM")
     assert time.monotonic() - begin < 60
@@ -98,7 +98,7 @@ def test_fork(transport: str) -> None:
 
 
 def test_two_jobs_side_by_side() -> None:
-    """Jobs of one user on one host share nothing."""
+    """Check that two jobs of one user on one host share nothing."""
     from concurrent.futures import ThreadPoolExecutor
 
     with ThreadPoolExecutor() as pool:
@@ -113,7 +113,7 @@ def test_two_jobs_side_by_side() -> None:
 
 
 def test_world_of_one_needs_no_mpirun() -> None:
-    """Identity, and MPI is not even initialized."""
+    """Check that the result is the input, and MPI is not initialized."""
     program = (
         "import numpy as np, cgx_ops\n"
         "x = np.arange(5, dtype=np.float32)\n"
@@ -130,9 +130,7 @@ def test_world_of_one_needs_no_mpirun() -> None:
 @pytest.mark.parametrize(
     ("hosts", "transport"), [("a,a,a", "shm"), ("a,b,c", "tcp"), ("a,a,b", "hybrid_tcp")]
 )
-def test_ranks_that_a_store_connects_need_no_mpi(
-    tmp_path: Path, hosts: str, transport: str
-) -> None:
+def test_ranks_connected_by_a_store_need_no_mpi(tmp_path: Path, hosts: str, transport: str) -> None:
     environment = {"CGX_TEST_HOSTS": hosts, "CGX_SOCKET_IFNAME": "lo"}
     outputs = launch.processes(3, "run_bootstrap.py", tmp_path, transport, env=environment)
     assert all("no MPI needed" in output for output in outputs), outputs
@@ -152,7 +150,7 @@ MISMATCHES: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("what", MISMATCHES)
-def test_disagreement_is_one_error_on_every_rank(what: str) -> None:
+def test_mismatch_is_one_error_on_every_rank(what: str) -> None:
     other, text = MISMATCHES[what]
 
     def run(rank: int, comm: Communicator) -> str:
@@ -161,7 +159,7 @@ def test_disagreement_is_one_error_on_every_rank(what: str) -> None:
         )
         with pytest.raises(MismatchError) as caught:
             comm.allreduce(**arguments)
-        # The communicator is whole: the next call works.
+        # The communicator is still usable: the next call works.
         assert (comm.allreduce(ONES, config=Config()) == 3).all()
         return str(caught.value)
 
@@ -169,8 +167,8 @@ def test_disagreement_is_one_error_on_every_rank(what: str) -> None:
     assert len(set(errors)) == 1 and text in errors[0] and "rank" in errors[0], errors
 
 
-def test_collectives_with_other_names_never_meet() -> None:
-    """Each waits for its own; the error tells what the peer started instead."""
+def test_collectives_with_different_names_never_match() -> None:
+    """Check that each rank waits for its own collective, and the error names the peer's."""
 
     def run(rank: int, comm: Communicator) -> str:
         with pytest.raises((DeadlineExceeded, PeerFailed)) as caught:
@@ -181,7 +179,7 @@ def test_collectives_with_other_names_never_meet() -> None:
     assert any("has started 'layer" in error for error in errors), errors
 
 
-def test_closed_communicator_refuses() -> None:
+def test_closed_communicator_raises() -> None:
     comm = Communicator.local(1)[0]
     comm.close()
     with pytest.raises(Closed):
@@ -194,7 +192,7 @@ def test_split_and_group(transport: str) -> None:
     assert all("groups are right" in output for output in outputs)
 
 
-def test_bad_arguments_leave_the_communicator_whole() -> None:
+def test_bad_arguments_leave_the_communicator_usable() -> None:
     def run(rank: int, comm: Communicator) -> None:
         del rank
         bad_arguments: tuple[dict[str, Any], ...] = (
@@ -214,8 +212,8 @@ def test_bad_arguments_leave_the_communicator_whole() -> None:
     launch.threads(2, run)
 
 
-def test_results_follow_views() -> None:
-    """Arrays that are not contiguous are copied; results go where `out` says."""
+def test_noncontiguous_arrays_and_out() -> None:
+    """Check that noncontiguous arrays are copied, and results are written to `out`."""
 
     def run(rank: int, comm: Communicator) -> list[float]:
         x = np.arange(12, dtype=np.float32).reshape(3, 4) * (rank + 1)
@@ -230,7 +228,7 @@ def test_results_follow_views() -> None:
 
 
 def test_rank_program_folder() -> None:
-    """Programs under tests/ranks/ are all used by a test, or by CI: none rots."""
+    """Check that every program in tests/ranks/ is used by a test or by CI."""
     here = Path(__file__).parents[1]
     users = *here.glob("*/test_*.py"), *here.glob("soak/*.py"), *here.parent.glob(".ci/*")
     tests = "".join(path.read_text() for path in users)
@@ -239,7 +237,7 @@ def test_rank_program_folder() -> None:
 
 
 def test_threads_split() -> None:
-    """Ranks that are threads share a registry; equal names on all ranks are right here too."""
+    """Check that ranks that are threads share a registry, with equal names on all ranks."""
 
     def run(rank: int, comm: Communicator) -> tuple[int, float]:
         half = comm.split(rank % 2, name="half")

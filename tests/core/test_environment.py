@@ -1,4 +1,4 @@
-"""The variables of Config.from_env(): names, values, what is refused."""
+"""The variables of Config.from_env(): names, values, errors."""
 
 import pytest
 
@@ -36,7 +36,7 @@ def test_environment_compresses_within_hosts(bits: str, switch: str, intra_bits:
 
 
 def test_environment_compresses_within_hosts_by_a_compressor() -> None:
-    """In the default's bits, where none are given; not where there are none to take."""
+    """Use the default's bits if none are given, unless the compressor has a fixed width."""
     environment = {"CGX_COMPRESSOR": "levels", "CGX_INTRA_COMPRESS": "1"}
     assert Config.from_env(environment) == Config(compressor="levels", intra_bits=4)
     exact = {"CGX_COMPRESSOR": "topk", "CGX_COMPRESSION_QUANTIZATION_BITS": "32"}
@@ -56,9 +56,7 @@ def test_environment_compresses_within_hosts_by_a_compressor() -> None:
         ("CGX_CROSS_REDUCTION_TYPE", "sra", ("RING",)),
     ],
 )
-def test_environment_s_switches_of_hosts(
-    variable: str, honoured: str, refused: tuple[str, ...]
-) -> None:
+def test_switches_of_hosts(variable: str, honoured: str, refused: tuple[str, ...]) -> None:
     environment.check({variable: honoured})
     environment.check({variable: ""})
     for text in refused:
@@ -70,7 +68,7 @@ def test_environment_s_switches_of_hosts(
 
 @pytest.mark.parametrize("level", ["INNER", "CROSS"])
 @pytest.mark.parametrize("kind", ["NCCL", "MPI"])
-def test_environment_s_switches_of_transports(level: str, kind: str) -> None:
+def test_switches_of_transports(level: str, kind: str) -> None:
     switch = f"CGX_{level}_COMMUNICATOR_TYPE"
     environment.check({"COMMUNICATOR_TYPE": kind, switch: kind.lower()})
     for other in ("AUTO", "SHM"):
@@ -78,10 +76,10 @@ def test_environment_s_switches_of_transports(level: str, kind: str) -> None:
             environment.check({"COMMUNICATOR_TYPE": other, switch: "NCCL"})
 
 
-def test_environment_is_the_process_s_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_default_is_the_environment_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CGX_COMPRESSION_QUANTIZATION_BITS", "3")
     assert Config.from_env().bits == 3
-    monkeypatch.setenv("CGX_COMPRESSION_QUANTIZATION_BITS", "5")  # read anew
+    monkeypatch.setenv("CGX_COMPRESSION_QUANTIZATION_BITS", "5")  # read again
     assert Config.from_env().bits == 5
 
 
@@ -108,11 +106,11 @@ def test_environment_is_the_process_s_by_default(monkeypatch: pytest.MonkeyPatch
         ("CGX_AUTO_BITS", "auto"),
     ],
 )
-def test_environment_refuses_and_names_the_variable_and_text(variable: str, text: str) -> None:
+def test_rejects_and_names_variable_and_text(variable: str, text: str) -> None:
     with pytest.raises(InvalidArgument) as caught:
         environment.check({variable: text})
     assert f"{variable} is {text!r}; it must be " in str(caught.value)
-    assert "None" not in str(caught.value)  # which no variable can be
+    assert "None" not in str(caught.value)  # a value that no variable can have
 
 
 @pytest.mark.parametrize(
@@ -125,7 +123,7 @@ def test_environment_refuses_and_names_the_variable_and_text(variable: str, text
         ("COMPRESSION_QUANTIZATION_BITS=4 COMPRESSION_DENSITY=0.1", "density is 0.1, which"),
     ],
 )
-def test_variables_that_do_not_belong_together(knobs: str, says: str) -> None:
+def test_incompatible_variables(knobs: str, says: str) -> None:
     environment = dict(f"CGX_{knob}".split("=") for knob in knobs.split())
     with pytest.raises(InvalidArgument, match=says) as caught:
         Config.from_env(environment)

@@ -1,10 +1,10 @@
-"""Several hosts of several ranks: the algorithm `hierarchical` and the transport `hybrid`.
+"""Several hosts with several ranks each: algorithm `hierarchical` and transport `hybrid`.
 
-CGX_HOST_ID makes several hosts of this machine: ranks whose ids differ share no memory.
+CGX_HOST_ID simulates several hosts on this machine: ranks with different ids share no memory.
 
-    1. results, what was lost and bytes: against the oracle and cgx_plan, to the bit
-    2. the oracle's own: the bound, and that nothing is lost for good
-    3. in any order, in groups, and in trouble: lost ranks, an id that cannot be
+    1. results, residuals and bytes, bit for bit as the oracle and cgx_plan
+    2. the oracle itself: its bound, and conservation
+    3. any order, groups, and failures: lost ranks, an invalid id
 """
 
 import itertools
@@ -18,7 +18,8 @@ from support import collective_cases, launch
 
 from cgx_ops import Communicator, InvalidArgument
 
-# The host of each rank. Without two on one host, or two hosts, hierarchical is sra.
+# The host of each rank. Unless there are several hosts and one has several ranks, hierarchical is
+# sra.
 NESTED = ("a,a,b,b", "a,b,a,b", "a,a,a,b", "a,a,b,c")
 
 
@@ -30,12 +31,12 @@ def numbers(hosts: str) -> tuple[int, ...]:
 
 
 def values(rank: int) -> np.ndarray:
-    """Return what run_hierarchical.py gives where it asks for residuals."""
+    """Return the inputs of run_hierarchical.py for residuals."""
     return np.random.default_rng(rank).standard_normal(5000).astype(np.float32)
 
 
 def residual(rank: int) -> np.ndarray:
-    """Return what a rank has not sent yet."""
+    """Return a rank's residual before the call."""
     return values(100 + rank) / 8
 
 
@@ -56,7 +57,7 @@ LAYOUTS = [
     ("a,b", "AUTO", "mpi", "sra"),
     ("a,a", "AUTO", "shm", "sra"),
 ]
-# Every day all cases run on even hosts and on the most uneven ones, a sample of them elsewhere.
+# Daily runs use all cases on even hosts and on the most uneven ones, a sample elsewhere.
 RUNS = [
     pytest.param(*layout, cases, marks=[] if daily else pytest.mark.exhaustive)
     for layout in LAYOUTS
@@ -71,7 +72,7 @@ def test_against_the_oracle(
     hosts: str, asked: str, transport: str, picked: str, cases: str
 ) -> None:
     of_ranks = numbers(hosts)
-    threads = "1" if hosts == NESTED[0] else "3"  # of the codec
+    threads = "1" if hosts == NESTED[0] else "3"  # threads of the codec
     env = {"COMMUNICATOR_TYPE": asked, "CGX_THREADS": threads}
     outputs = launch.mpirun(
         len(of_ranks), "run_hierarchical.py", picked, cases, env=env, hosts=hosts
@@ -92,7 +93,7 @@ def test_against_the_oracle(
         assert [rank["residuals"][i] for rank in ranks] == expected
 
 
-# ---- 2. the oracle's own -------------------------------------------------------------------------
+# ---- 2. the oracle itself ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rounding", ["nearest", "shift"])
@@ -101,7 +102,7 @@ def test_against_the_oracle(
 def test_error_stays_within_the_bound(
     hosts: str, op: Literal["sum", "avg"], rounding: Literal["nearest", "shift"]
 ) -> None:
-    """The bound "Hierarchical" of docs/explanation/numerics.md holds, and is not loose."""
+    """Check that the bound "Hierarchical" of numerics.md holds and is not loose."""
     closest = 0.0
     for bits, bucket_size, intra_bits in [(4, 64, 0), (8, 512, 4), (1, 100, 1), (2, 7, 8)]:
         segment = reference.Segment(0, 3000, bits, bucket_size)
@@ -121,8 +122,8 @@ def test_error_stays_within_the_bound(
 @pytest.mark.parametrize("op", ["sum", "avg"])
 @pytest.mark.parametrize("intra_bits", [0, 4])
 @pytest.mark.parametrize("hosts", NESTED)
-def test_nothing_is_lost_for_good(hosts: str, intra_bits: int, op: Literal["sum", "avg"]) -> None:
-    """Inputs and old residuals are the result (as a sum) and the new residuals."""
+def test_conservation(hosts: str, intra_bits: int, op: Literal["sum", "avg"]) -> None:
+    """Check that inputs plus old residuals equal the result (as a sum) plus the new residuals."""
     xs = [values(rank) for rank in range(len(numbers(hosts)))]
     lost = [residual(rank) for rank in range(len(xs))]
     given = [*xs, *(each.copy() for each in lost)]
@@ -132,14 +133,14 @@ def test_nothing_is_lost_for_good(hosts: str, intra_bits: int, op: Literal["sum"
     )  # fmt: skip
     total = np.sum(given, axis=0, dtype=np.float64)
     back = result * np.float64(len(xs) if op == "avg" else 1) + np.sum(lost, axis=0, dtype=float)
-    # Each of the 2 W - 1 additions, of the division, of the W encodings' differences and of the
-    # product with the divisor rounds once, all of numbers below the terms' sizes together.
+    # Each of the 2 W - 1 additions, the division, the W encodings' differences and the product with
+    # the divisor rounds once, for numbers below the sum of all magnitudes.
     sizes = np.sum(np.abs(given), axis=0) + np.sum(np.abs(lost), axis=0) + np.abs(total - back)
     assert (np.abs(total - back) <= (3 * len(xs) + 2) * 2.0**-24 * 2 * sizes).all()
     assert np.abs(total - result).max() > 0.01
 
 
-# ---- 3. in any order, in groups, and in trouble --------------------------------------------------
+# ---- 3. order, groups and failures ---------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -152,7 +153,7 @@ def test_nothing_is_lost_for_good(hosts: str, intra_bits: int, op: Literal["sum"
     ],
 )
 def test_order_and_groups(hosts: str, program: tuple[Any, ...]) -> None:
-    """Thousands in flight; groups on one host, on several, and on as many as ranks."""
+    """Use thousands of calls in flight, and groups on one host, several hosts, and all ranks."""
     outputs = launch.mpirun(4, *program, hosts=hosts)
     assert all("right" in output and "hybrid" in output for output in outputs), outputs
 
@@ -162,7 +163,7 @@ def test_order_and_groups(hosts: str, program: tuple[Any, ...]) -> None:
     "hosts", ["a,a,b,b", pytest.param("a,a,a,b", marks=pytest.mark.exhaustive)]
 )
 def test_lost_rank(how: str, hosts: str) -> None:
-    """The last rank goes, near some and far from others: all others say so in time."""
+    """Lose the last rank, near some ranks and far from others: all others raise in time."""
     outputs = launch.mpirun(
         4, "run_failure.py", how, 4, hosts=hosts,
         mpirun_args=("--with-ft", "ulfm"), timeout=90, check=False,
@@ -170,7 +171,7 @@ def test_lost_rank(how: str, hosts: str) -> None:
     launch.check_survivors(outputs[:3], how)
 
 
-def test_an_id_that_is_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_id_that_is_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CGX_HOST_ID", "x" * 65)
     with pytest.raises(InvalidArgument, match=r"CGX_HOST_ID=\"x+\": give at most 64 bytes"):
         Communicator.create(0, 2, lambda blob: [blob, blob], "too long")

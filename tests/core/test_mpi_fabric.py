@@ -1,7 +1,7 @@
-"""The wire `mpi`, by which MPI moves the memory of devices.
+"""The wire `mpi`, in which MPI transfers device memory.
 
-Ranks are processes, and their devices threads (tests/cpp/fake_device.h): such a device's memory is
-the host's, and any MPI reaches it.
+Ranks are processes with devices simulated by threads (tests/cpp/fake_device.h). The memory of such
+a device is host memory, which any MPI can access.
 """
 
 from pathlib import Path
@@ -25,14 +25,14 @@ def ranks(
     )
 
 
-@pytest.mark.timeout(900)  # with the build
+@pytest.mark.timeout(900)  # includes the build
 @pytest.mark.parametrize("n", [2, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (3, 4))])
 def test_results_are_those_of_cpus(n: int, program: Path) -> None:
-    """Nothing is told of MPI where it does not reach some device's memory."""
+    """Check that no warning about MPI appears if it can access device memory."""
     assert ranks(program, n, "cases") == ["all well\n"] * n
 
 
-def test_auto_leaves_it(program: Path) -> None:
+def test_auto_does_not_select_it(program: Path) -> None:
     for output in ranks(program, 2, "auto", transport="AUTO"):
         told, ended = output.splitlines()
         assert "the wire 'staged' because better ones are not available: direct: rank 0: " in told
@@ -44,7 +44,7 @@ def test_many_ranks(program: Path) -> None:
 
 
 def test_late_rank(program: Path) -> None:
-    """The others' calls raise at the deadline, with NaN on their devices, and all processes end."""
+    """Check that the others raise at the deadline, with NaN on their devices, and all exit."""
     outputs = ranks(program, 3, "late", "--with-ft", "ulfm", check=False)
     assert outputs == ["all well\n"] * 3
 

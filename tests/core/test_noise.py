@@ -1,8 +1,8 @@
-"""Errors that may be added up have noise of their own, and equal places the same.
+"""Independent noise for errors that may add up, and equal random indices on all ranks.
 
-1. numpy: groups, communicators, segments, blocks; how calls are counted
-2. torch: the rank program says what is shown
-3. JAX: groups of a mesh by either carrier, axes one after the other, examples of a vmap
+1. numpy: groups, communicators, segments, blocks; call counters
+2. torch: the checks of the rank program
+3. JAX: groups of a mesh with either carrier, successive axes, examples of a vmap
 """
 
 import itertools
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.timeout(120)
 
 @pytest.mark.parametrize("algorithm", ["sra", "one_shot", "ring"])
 def test_groups_with_equal_seeds(algorithm: Any) -> None:
-    """Of a split, of a list, and of a split of that."""
+    """Test groups from a split, from a list, and from a split of that."""
     x, config = values(), Config(algorithm=algorithm)
 
     def run(rank: int, comm: Communicator) -> list[Any]:
@@ -49,8 +49,8 @@ def test_groups_with_equal_seeds(algorithm: Any) -> None:
         check_independent(a, b)
 
 
-def test_a_bootstrap_may_number_its_ranks() -> None:
-    """Equal numbers, seeds and values: equal results. The noise of rank 3 is rank 3's anywhere."""
+def test_noise_depends_on_the_bootstrap_rank() -> None:
+    """Check that equal rank numbers, seeds and values give equal results."""
     x = values()
 
     def run(rank: int, comm: Communicator) -> list[Any]:
@@ -76,7 +76,7 @@ def test_a_bootstrap_may_number_its_ranks() -> None:
 
 
 def test_communicators_of_the_same_ranks() -> None:
-    """Where the caller gives no seed, it follows from the communicator, too."""
+    """Check that without a seed the noise depends on the communicator."""
     x = values()
 
     def run(rank: int, comm: Communicator) -> list[Any]:
@@ -87,8 +87,8 @@ def test_communicators_of_the_same_ranks() -> None:
         check_independent(a, b)
 
 
-def test_a_segment_beside_one_of_places() -> None:
-    """All communicators draw the same places; the noise beside them is each one's own."""
+def test_noise_beside_random_indices() -> None:
+    """Check that communicators draw the same indices but different noise."""
     x = np.tile(values(), 2)
     segments = [
         Segment(0, NUMEL, SRA.with_own(compressor="randk", density=0.5)),
@@ -114,8 +114,8 @@ def test_segments_of_a_call(algorithm: Any) -> None:
         equal = comm.allreduce(x, config=config, segments=segments, seed=[5, 5])
         with pytest.raises(InvalidArgument, match=r"seed is a list of 1 for 2 segments"):
             comm.allreduce(x, config=config, segments=segments, seed=[5])
-        assert np.array_equal(one[:NUMEL], equal[:NUMEL])  # the first is the call's own
-        if algorithm == "one_shot":  # sra's owners differ
+        assert np.array_equal(one[:NUMEL], equal[:NUMEL])  # the first segment uses the call's seed
+        if algorithm == "one_shot":  # in sra the owners differ
             assert equal[:NUMEL].tobytes() == equal[NUMEL:].tobytes()
         return [errors(*parts) for parts in zip(np.split(one, 2), np.split(2 * x, 2), strict=True)]
 
@@ -123,7 +123,7 @@ def test_segments_of_a_call(algorithm: Any) -> None:
 
 
 def test_blocks_of_a_reduce_scatter() -> None:
-    """Of three ranks the third sends to the other two, in the same places of their blocks."""
+    """Use three ranks: the third one sends to the same positions of the others' blocks."""
     x = values()
 
     def run(rank: int, comm: Communicator) -> Any:
@@ -133,13 +133,13 @@ def test_blocks_of_a_reduce_scatter() -> None:
         check_independent(a, b)
 
 
-def test_no_two_segments_and_blocks_have_one_seed() -> None:
+def test_seeds_of_segments_and_blocks_differ() -> None:
     seeds = [reference.seeds_of([7], 1, s, b)[0] for s in range(64) for b in range(64)]
     assert len(set(seeds)) == len(seeds)
 
 
 def test_calls_are_counted_in_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ever-new names: the oldest is forgotten, and no count of a name comes twice."""
+    """Check that the oldest of many names is forgotten, and no count of a name is repeated."""
     monkeypatch.setattr(call.Counter, "MOST", 10)
     counter, seen = call.Counter(), set()
     for turn in range(300):
@@ -172,7 +172,7 @@ def on_four(body: Any, out_specs: Any) -> np.ndarray:
 
 
 def everywhere(x: jax.Array) -> jax.Array:
-    """Say that equal values may differ between devices."""
+    """Mark equal values as varying between devices."""
     return lax.pcast(x, ("replica", "fsdp"), to="varying")
 
 
@@ -186,7 +186,7 @@ BODIES = {
 
 @pytest.mark.parametrize("name", BODIES)
 def test_groups_of_a_mesh(name: str) -> None:
-    """Fsdp x replica with one key: replicas' errors are independent, so their mean's shrink."""
+    """Check that replicas' errors are independent under one key, so their mean's is smaller."""
     axes = {"psum_scatter_q": ("replica", "fsdp"), "all_gather_q": ("replica", "fsdp")}
     got = on_four(lambda x: BODIES[name](everywhere(x)), P(axes.get(name, "replica")))
     exact = values() * (1 if name == "all_gather_q" else 2)
@@ -199,7 +199,7 @@ def test_groups_of_a_mesh(name: str) -> None:
 
 @pytest.mark.parametrize("carrier", ["native", "xla"])
 def test_replicas_of_the_same_values_stay_equal(carrier: Any) -> None:
-    """What does not vary over replicas is reduced to the same bits in each, as its type says."""
+    """Check that values that do not vary over replicas are reduced to the same bits in each."""
 
     def body(x: jax.Array) -> jax.Array:
         total = psum_q(
@@ -216,8 +216,8 @@ def test_replicas_of_the_same_values_stay_equal(carrier: Any) -> None:
     assert first.tobytes() == second.tobytes()
 
 
-def test_axes_one_after_the_other() -> None:
-    """psum_q over one axis and then over another, with one key."""
+def test_successive_axes() -> None:
+    """Apply psum_q over one axis and then over another, with one key."""
 
     def one(axis: str) -> np.ndarray:
         other = {"replica": "fsdp", "fsdp": "replica"}[axis]
@@ -228,7 +228,7 @@ def test_axes_one_after_the_other() -> None:
 
 
 def test_examples_of_a_vmap_under_one_key() -> None:
-    """And of one inside another."""
+    """Also use one vmap inside another."""
 
     def body(x: jax.Array) -> jax.Array:
         x = jnp.tile(everywhere(x), (2, 2, 1))
@@ -241,7 +241,7 @@ def test_examples_of_a_vmap_under_one_key() -> None:
 
 
 def test_communicators_outside_of_a_mesh() -> None:
-    """allreduce_q with one key, on two communicators of the same ranks, and under a vmap."""
+    """Use allreduce_q with one key on two communicators of the same ranks, and under a vmap."""
     x = values()
 
     def run(rank: int, comm: Communicator) -> list[Any]:

@@ -1,4 +1,4 @@
-"""outer_loop: when fragments are sent and applied, which layers they have, what is refused."""
+"""outer_loop: when fragments are sent and applied, their layers, invalid settings."""
 
 from typing import Any
 
@@ -58,7 +58,7 @@ def test_layers_are_strided() -> None:
         ((6, 2, 1, "0"), "fragment_update_alpha is '0'"),
     ],
 )
-def test_settings_that_make_no_sense(arguments: tuple[object, ...], message: str) -> None:
+def test_invalid_settings(arguments: tuple[object, ...], message: str) -> None:
     with pytest.raises(InvalidArgument, match=message):
         Schedule(*arguments)  # pyright: ignore[reportArgumentType]
 

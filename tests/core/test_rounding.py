@@ -1,4 +1,4 @@
-"""Shift rounding, on one rank: its error's bound, mean and distribution (docs/explanation/numerics.md)."""
+"""Shift rounding on one rank: bound, mean and distribution of its error (numerics.md)."""
 
 from typing import Any
 
@@ -14,20 +14,20 @@ U = 2.0**-24  # unit roundoff of fp32
 
 
 def decoded(x: npt.NDArray[Any], bits: int, bucket_size: int, seed: int) -> npt.NDArray[Any]:
-    """Return what shift rounding makes of x."""
+    """Return x after encoding with shift rounding and decoding."""
     config = Config(bits=bits, bucket_size=bucket_size, rounding="shift")
     wide = codec.dequantize(codec.quantize(x, config, seed=seed), x.size, "float32", config)
     return wide.astype(np.float64)
 
 
 def steps(x: npt.NDArray[np.float64], bits: int, bucket_size: int) -> npt.NDArray[np.float64]:
-    """Return the step of each element's bucket, exact. The number of elements is a multiple."""
+    """Return the exact step of each element's bucket, for a multiple of the bucket size."""
     rows = x.reshape(-1, bucket_size)
     return np.repeat(np.ptp(rows, axis=1) / ((1 << bits) - 1), bucket_size)
 
 
 def test_error_is_at_most_half_a_step() -> None:
-    """|error| <= step/2 + 24 u M, for data of any kind, and the largest come near the bound."""
+    """Check |error| <= step/2 + 24 u M for any data, and that the largest come near the bound."""
     random = np.random.default_rng(0)
     normal = random.standard_normal(64 * 40).astype(np.float32)
     kinds = {
@@ -57,16 +57,16 @@ def test_error_is_at_most_half_a_step() -> None:
 
 @pytest.mark.parametrize("bits", [1, 2, 4, 8])
 def test_error_is_uniform_and_has_mean_zero_at_every_value(bits: int) -> None:
-    """Mean 0 and variance step^2/12, whatever the value: nearest rounding has neither.
+    """Check mean 0 and variance step^2/12 for any value: nearest rounding has neither.
 
     Over R seeds the mean has the standard deviation step / sqrt(12 R), and the variance the
-    relative one sqrt(0.8 / R): a uniform variable's fourth moment is 1.8 variances squared. Beyond
-    5.5 of them lies one of 26 million means. Noise has 16 bits: off by step / 2^17 at most.
+    relative one sqrt(0.8 / R), because a uniform variable's fourth moment is 1.8 variances squared.
+    One of 26 million means exceeds 5.5 of them. Noise has 16 bits: off by at most step / 2^17.
     """
     repeats, bucket_size = 2000, 64
     random = np.random.default_rng(bits)
     x = random.standard_normal(bucket_size * 8).astype(np.float32)
-    # Values on the unshifted grid, and half way between its points.
+    # Values on the unshifted grid, and halfway between its points.
     lo, hi = np.float32(-4), np.float32(4)
     grid = np.linspace(lo, hi, 2 * ((1 << bits) - 1) + 1)[:bucket_size]
     x[: len(grid)], x[bucket_size - 1] = grid, hi
@@ -76,7 +76,7 @@ def test_error_is_uniform_and_has_mean_zero_at_every_value(bits: int) -> None:
     assert (np.abs(errors.mean(axis=0)) <= mean_bound).all()
     variance = errors.var(axis=0) * 12 / step**2
     assert (np.abs(variance - 1) <= 5.5 * np.sqrt(0.8 / repeats) + 0.001).all()
-    # Elements of a bucket share their shift, buckets do not.
+    # Elements of a bucket share their shift; buckets do not.
     ends = errors[:, bucket_size - 1 :: bucket_size] / step[::bucket_size]
     correlation = np.corrcoef(ends.T) - np.eye(ends.shape[1])
     assert np.abs(correlation).max() <= 5.5 / np.sqrt(repeats)

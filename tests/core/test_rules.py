@@ -1,4 +1,4 @@
-"""cgx_ops.Rules: the one language for settings of parameters by name."""
+"""cgx_ops.Rules: settings of parameters by name, in all APIs."""
 
 import fnmatch
 import pickle
@@ -16,7 +16,8 @@ from cgx_ops.rules import require_rules, rule_of_part
 
 CONFIG = Config(bits=4)
 EXACT = Config(bits=EXACT_BITS)
-# Few letters, so that patterns are often found; those that expressions and globs know.
+# Few letters, so that patterns often match, and characters that are special in regular expressions
+# and globs.
 NAMES = st.text("ab.1\n", max_size=8)
 PATTERNS = st.text("ab.1*?[]!-^$(+|\\\n", min_size=1, max_size=6)
 SETTINGS = st.fixed_dictionaries(
@@ -38,7 +39,7 @@ def own(
 # ---- order ---------------------------------------------------------------------------------------
 
 
-def test_the_first_rule_that_sets_a_field_decides_it() -> None:
+def test_first_rule_that_sets_a_field_wins() -> None:
     rules: list[tuple[str, Any]] = [
         ("fc", 1), ("conv1", 8), ("conv", {"bits": 2, "bucket_size": 64}),
     ]  # fmt: skip
@@ -47,12 +48,12 @@ def test_the_first_rule_that_sets_a_field_decides_it() -> None:
     assert own(rules, "weight") == {}
 
 
-def test_a_compressor_ends_the_search_for_its_own_fields() -> None:
+def test_compressor_ends_the_search_for_its_fields() -> None:
     topk = ("w", {"compressor": "topk", "density": 0.1})
     assert own([topk, ("w", {"bits": 2, "bucket_size": 8})], "w") == {
         "bucket_size": 8, "compressor": "topk", "density": 0.1,
     }  # fmt: skip
-    # A rule in front of it sets what it leaves open.
+    # A rule before it sets the fields that it leaves open.
     assert own([("w", {"value_bits": 4}), topk], "w") == {
         "compressor": "topk", "density": 0.1, "value_bits": 4,
     }  # fmt: skip
@@ -61,7 +62,7 @@ def test_a_compressor_ends_the_search_for_its_own_fields() -> None:
     assert own([("w", 32), topk], "w") == {"bits": 32, "compressor": "topk", "density": 0.1}
 
 
-def test_to_set_a_compressor_is_to_compress_but_for_vectors() -> None:
+def test_compressor_in_a_rule_compresses_except_vectors() -> None:
     topk = [("w", {"compressor": "topk"})]
     assert own(topk, "w") == {"compressor": "topk"}
     assert own(topk, "w", config=EXACT) == {"compressor": "topk", "bits": 4}
@@ -72,7 +73,7 @@ def test_to_set_a_compressor_is_to_compress_but_for_vectors() -> None:
 
 
 @given(st.lists(st.tuples(EXPRESSIONS, SETTINGS), max_size=6), NAMES, st.integers(0, 3))
-def test_every_field_is_decided_by_itself(
+def test_fields_are_resolved_independently(
     rules: list[tuple[str, Mapping[str, int]]], name: str, dimensions: int
 ) -> None:
     got = own(rules, name, dimensions=dimensions)
@@ -94,19 +95,19 @@ def test_vectors_are_exact_unless_their_bits_are_set() -> None:
         assert Rules(exact_vectors=False).of("norm", dimensions, CONFIG) == CONFIG
 
 
-def test_rules_in_front_of_others() -> None:
+def test_rules_before_others() -> None:
     rules = Rules([("a", 2)], exact_vectors=False)
     assert rules.with_first(("a", 8), rule_of_part("b*", bits=1)).rules[2:] == rules.rules
     assert rules.with_first(("a", 8)).of("a", 1, CONFIG).bits == 8
     assert rules.with_first(("b", 8)).of("a", 1, CONFIG).bits == 2
-    assert rules == Rules([("a", 2)], exact_vectors=False)  # it has not changed
+    assert rules == Rules([("a", 2)], exact_vectors=False)  # the rules are unchanged
 
 
 # ---- patterns ------------------------------------------------------------------------------------
 
 
 @given(PATTERNS, NAMES)
-def test_cgx_has_parts_of_names_and_globs_for_whole_names(pattern: str, name: str) -> None:
+def test_cgx_patterns_match_parts_or_globs(pattern: str, name: str) -> None:
     glob = any(c in pattern for c in "*?[")
     want = fnmatch.fnmatchcase(name, pattern) if glob else pattern in name
     rule = rule_of_part(pattern, bits=2)
@@ -119,9 +120,9 @@ def test_cgx_has_parts_of_names_and_globs_for_whole_names(pattern: str, name: st
     [
         ("layer1", "layer10.weight", True),
         ("layer1.*", "layer10.weight", False),
-        ("ayer1.*", "layer1.weight", False),  # a glob is for the whole name
+        ("ayer1.*", "layer1.weight", False),  # a glob must match the whole name
         ("layer1.weigh?", "layer1.weights", False),
-        ("a.b", "axb", False),  # a point is a point
+        ("a.b", "axb", False),  # a dot matches only a dot
         ("a|b", "a", False),
         ("b", "", False),
     ],
@@ -136,7 +137,7 @@ def test_unmatched() -> None:
     assert rules.match("conv.bias") and not rules.match("norm.bias")
 
 
-# ---- what is checked -----------------------------------------------------------------------------
+# ---- validation ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -161,7 +162,7 @@ def test_unmatched() -> None:
         ({"algorithm": "ring"}, "sets algorithm"),
     ],
 )
-def test_wrong_settings(what: Any, says: str) -> None:
+def test_invalid_settings(what: Any, says: str) -> None:
     with pytest.raises(InvalidArgument, match=says):
         Rules([("a", what)])
 
@@ -174,7 +175,7 @@ def test_patterns_that_are_not_regular_expressions(pattern: Any) -> None:
 
 
 @pytest.mark.parametrize("rules", [{"bias": 32}, "bias", 4, [("bias",)], ["bi"], [4]])
-def test_what_is_not_pairs(rules: Any) -> None:
+def test_invalid_pairs(rules: Any) -> None:
     with pytest.raises(TypeError, match=r"give pairs: Rules\(\[|not a pair .* Rules\(\["):
         Rules(rules)
 
@@ -186,7 +187,7 @@ def test_invalid_rules() -> None:
         Rules(exact_vectors=1)  # type: ignore[arg-type]
 
 
-def test_settings_that_exclude_each_other() -> None:
+def test_incompatible_settings() -> None:
     rules = Rules([("head.proj", 8), ("head", {"compressor": "levels"})])
     says = "rules 'head.proj', 'head' for parameter 'head.proj.weight': .*from 1 to 4"
     with pytest.raises(InvalidArgument, match=says):
@@ -198,15 +199,15 @@ def test_settings_that_exclude_each_other() -> None:
     assert both.of("a.b", 2, CONFIG).density == 0.1
 
 
-def test_who_may_keep_residuals() -> None:
+def test_may_keep_residuals() -> None:
     assert not Rules([("a", 8)]).may_keep_residuals(CONFIG)
     assert Rules([("a", {"compressor": "levels"})]).may_keep_residuals(CONFIG)
     assert Rules([("a", {"error_feedback": True})]).may_keep_residuals(CONFIG)
-    assert Rules([("a", {"density": 0.1})]).may_keep_residuals(CONFIG)  # of another's topk
+    assert Rules([("a", {"density": 0.1})]).may_keep_residuals(CONFIG)  # if another rule sets topk
 
 
 def test_values_are_plain_and_rules_equal_hashable_and_picklable() -> None:
-    class Four:  # an integer of some library
+    class Four:  # an integer type of another library
         def __index__(self) -> int:
             return 4
 
@@ -225,7 +226,7 @@ def test_values_are_plain_and_rules_equal_hashable_and_picklable() -> None:
 
 
 def test_compressors() -> None:
-    """Whatever the config: a rule may need the compressor that another one sets."""
+    """Check for any config: a rule may need the compressor that another one sets."""
     rules = Rules([("a.b", {"density": 0.1}), ("a", {"compressor": "topk"}), ("c", 8)])
     assert rules.compressors == {"topk"}
     assert rules.of("a.b", 2, CONFIG) == Config(compressor="topk", density=0.1)

@@ -1,4 +1,4 @@
-"""Ranks that are short of descriptors or memory, or late for memory that is gone, harm nobody."""
+"""Ranks without descriptors or memory, or that return late to released memory, do no harm."""
 
 from pathlib import Path
 
@@ -9,8 +9,8 @@ from cgx_ops import Communicator
 
 
 @pytest.mark.parametrize("algorithm", ["one_shot", "sra"])
-def test_memory_that_is_gone(algorithm: str, tmp_path: Path) -> None:
-    """A rank that stood still does not read what has taken its peer's descriptors since."""
+def test_released_memory(algorithm: str, tmp_path: Path) -> None:
+    """Check that a stalled rank does not read files that reuse its peer's descriptors."""
     late = launch.processes(2, "run_shortage.py", algorithm, tmp_path)[1]
     assert "told" in late or "right values" in late, late
 
@@ -31,24 +31,24 @@ def test_descriptors(tmp_path: Path) -> None:
 @pytest.mark.parametrize("left", [0, 1, 2])
 @pytest.mark.parametrize("hosts", ["a,a,b", "a,a,a"])
 def test_a_group_without_descriptors(hosts: str, left: int) -> None:
-    """Ranks go on to the next transport together; nobody waits in a call of MPI."""
+    """Check that all ranks use the next transport together, and none waits in MPI."""
     outputs = launch.mpirun(3, "run_without_descriptors.py", left, hosts=hosts, timeout=60)
     assert len({output.strip() for output in outputs}) == 1, outputs
     assert "made by" in outputs[0], outputs
 
 
-def test_ever_new_names(tmp_path: Path) -> None:
-    """They cost nothing beyond those whose seeds Python keeps (16,384); 620 bytes a call once."""
+def test_many_different_names(tmp_path: Path) -> None:
+    """Check that names use no memory beyond the 16,384 cached seeds."""
     grown = int(launch.processes(1, "run_shortage.py", "names", tmp_path)[0])
     assert grown < 60, f"{grown} bytes a call"
 
 
 def test_memory_of_many_threads_as_ranks() -> None:
-    """What a rank keeps for each of the others is zeroed when it is used, not before."""
+    """Check that a rank's memory for each of the others is zeroed on first use, not before."""
     statm = Path("/proc/self/statm")
     before = int(statm.read_text().split()[1])
     comms = Communicator.local(64)
     grown = (int(statm.read_text().split()[1]) - before) * 4096
     for comm in comms:
         comm.close()
-    assert grown < 32 << 20, f"{grown >> 20} MiB; zeroed at once they are 260"
+    assert grown < 32 << 20, f"{grown >> 20} MiB; if zeroed in advance, it is 260"

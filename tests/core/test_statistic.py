@@ -1,4 +1,4 @@
-"""The statistic of a tensor: the core's is the oracle's to the bit, on all CPU targets."""
+"""The statistic of a tensor: the core's equals the oracle's bit for bit on all CPU targets."""
 
 import os
 import subprocess
@@ -39,7 +39,7 @@ def _of_core() -> list[float]:
     return [statistic(values, config) for values in _tensors() for config in configs]
 
 
-def test_is_the_oracles_to_the_bit() -> None:
+def test_equals_the_oracle() -> None:
     expected = [
         reference.statistic(values, size, ranges=ranges)
         for values in _tensors()
@@ -51,7 +51,7 @@ def test_is_the_oracles_to_the_bit() -> None:
 
 
 @pytest.mark.slow
-def test_is_the_same_on_every_cpu_target() -> None:
+def test_equal_on_every_cpu_target() -> None:
     program = (
         "import hashlib, struct, test_statistic as t; found = t._of_core();"
         "print(hashlib.sha256(struct.pack(f'{len(found)}d', *found)).hexdigest())"
@@ -74,32 +74,32 @@ def test_is_the_same_on_every_cpu_target() -> None:
 
 @pytest.mark.parametrize("compressor", ["uniform", "levels"])
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_what_is_not_finite_shows(compressor: str, bad: float) -> None:
+def test_nan_and_infinity_propagate(compressor: str, bad: float) -> None:
     values = np.ones(1000, np.float32)
     values[700] = bad
     config = Config(compressor=compressor)  # pyright: ignore[reportArgumentType]
     assert np.isnan(statistic(values, config))
 
 
-def test_a_range_that_overflows_shows() -> None:
+def test_overflowing_range_propagates() -> None:
     assert np.isnan(statistic(np.array([3e38, -3e38], np.float32)))
 
 
-def test_a_bucket_that_travels_exact_loses_nothing() -> None:
+def test_exact_bucket_has_no_error() -> None:
     values = np.random.default_rng(0).standard_normal(1000).astype(np.float32)
     some = Config(skip_incomplete_buckets=True)
     assert statistic(values, some) == statistic(values[:512])
     assert statistic(values[:500], some) == 0
-    # One bucket that the tensor does not fill.
+    # One bucket that is larger than the tensor.
     assert statistic(values, Config(bucket_size=4096, skip_incomplete_buckets=True)) == 0
 
 
 @pytest.mark.parametrize("config", [Config(compressor="topk"), Config(rotation=32)])
-def test_what_cannot_be_predicted_is_refused(config: Config) -> None:
+def test_unpredictable_compressors_raise(config: Config) -> None:
     with pytest.raises(Unsupported, match="predicted"):
         statistic(np.ones(4, np.float32), config)
 
 
-def test_other_dtypes_are_refused() -> None:
+def test_other_dtypes_raise() -> None:
     with pytest.raises((Unsupported, InvalidArgument), match="float64"):
         statistic(np.ones(4))

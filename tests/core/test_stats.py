@@ -1,4 +1,4 @@
-"""Stats: counts and bytes to the byte, times as far as they must hold on any machine."""
+"""Stats: exact counts and bytes, and times as far as they hold on any machine."""
 
 import dataclasses
 import math
@@ -30,7 +30,7 @@ def _counts(comm: Communicator) -> tuple[int, ...]:
 
 
 def test_every_call_adds_exactly_its_bytes() -> None:
-    buckets = 30  # of the tensor: 10 a rank
+    buckets = 30  # of the tensor: 10 per rank
     values = np.ones(512 * buckets, np.float32)
     halves = values.astype(np.float16)
     blocks = values.reshape(3, -1)
@@ -38,8 +38,8 @@ def test_every_call_adds_exactly_its_bytes() -> None:
     one_shot = Config(bits=4, algorithm="one_shot")
     some = [Segment(0, 512), Segment(1024, 10)]
     size = values.nbytes
-    # The call, bytes_in, bytes_plain, bytes_sent without headers. To each of 2 peers go its 10
-    # buckets and the 10 that this rank has reduced.
+    # The call, bytes_in, bytes_plain, bytes_sent without headers. Each of 2 peers gets its 10
+    # buckets, and the 10 that this rank has reduced.
     calls = [
         (lambda c: c.allreduce(values, config=FOUR_BITS), size, size * 4 // 3, 40 * BUCKET),
         (lambda c: c.allreduce(values, config=exact), size, size * 4 // 3, size * 4 // 3),
@@ -48,7 +48,7 @@ def test_every_call_adds_exactly_its_bytes() -> None:
          40 * BUCKET),
         (lambda c: c.reduce_scatter(blocks, config=FOUR_BITS), size, size * 2 // 3, 20 * BUCKET),
         (lambda c: c.all_gather(blocks[0], FOUR_BITS), size // 3, size * 2 // 3, 20 * BUCKET),
-        # Everything to everyone, inside the header; 10 elements travel exact.
+        # Everything goes to all ranks inside the header; 10 elements are exact.
         (lambda c: c.allreduce(values, config=one_shot, segments=some), 4 * 522, 4 * 522 * 4 // 3,
          2 * (BUCKET + 4 * 10)),
         (lambda c: c.allreduce(values[:0], config=FOUR_BITS), 0, 0, 0),
@@ -62,7 +62,7 @@ def test_every_call_adds_exactly_its_bytes() -> None:
             bytes_of_it[2] += 2 * HEADER
             added = tuple(np.subtract(_counts(comm), before))
             assert added == (1, *bytes_of_it), f"call {number}"
-        # A name travels in the header.
+        # The header includes the name.
         before = comm.bytes_sent
         comm.allreduce(values[:0], config=FOUR_BITS, name="eleven char")
         assert comm.bytes_sent - before == 2 * (HEADER + 11)
@@ -90,7 +90,7 @@ def test_ratio() -> None:
         assert ratio == 2**22 / (2**11 * BUCKET + HEADER)
 
 
-def test_times_of_calls_one_after_another_are_what_passed() -> None:
+def test_times_of_successive_calls_add_up() -> None:
     values = np.random.default_rng(0).standard_normal(100_000).astype(np.float32)
 
     def run(_rank: int, comm: Communicator) -> None:
@@ -103,13 +103,13 @@ def test_times_of_calls_one_after_another_are_what_passed() -> None:
         after = comm.stats()
         assert after.agree_seconds > 0
         assert after.move_seconds > 0
-        # Intervals of one call do not overlap, and they lie inside the call.
+        # Intervals of one call do not overlap, and lie inside of the call.
         assert 0 < after.compute_seconds < after.agree_seconds + after.move_seconds < passed
 
     threads(2, run)
 
 
-def test_a_late_rank_is_waited_for_in_agree() -> None:
+def test_waiting_for_a_late_rank_counts_as_agree() -> None:
     values = np.ones(100_000, np.float32)
     late = 0.2
     started = threading.Event()
@@ -121,7 +121,7 @@ def test_a_late_rank_is_waited_for_in_agree() -> None:
             started.set()
             request.wait()
             assert comm.stats().agree_seconds >= late
-            # Nobody computes while nobody can: what is encoded before the headers met is small.
+            # No rank can compute before the headers match: only little is encoded earlier.
             assert comm.stats().compute_seconds <= time.monotonic() - begin - late
         else:
             assert started.wait(30)
@@ -134,7 +134,7 @@ def test_a_late_rank_is_waited_for_in_agree() -> None:
     threads(2, run)
 
 
-def test_what_fails_counts_as_sent_only() -> None:
+def test_failed_calls_count_as_sent_only() -> None:
     def run(rank: int, comm: Communicator) -> None:
         values = np.ones(1000, np.float32)
         comm.allreduce(values, config=FOUR_BITS)
@@ -142,7 +142,7 @@ def test_what_fails_counts_as_sent_only() -> None:
         if rank == 0:
             with pytest.raises(DeadlineExceeded):
                 comm.allreduce(values, config=FOUR_BITS, timeout=0.2)
-            after = comm.stats()  # a failed communicator still tells
+            after = comm.stats()  # a failed communicator still returns statistics
             assert comm.closed
             assert after == dataclasses.replace(before, bytes_sent=before.bytes_sent + HEADER)
 
@@ -178,7 +178,7 @@ def test_stats_lists_every_communicator_of_the_process() -> None:
     ours = Communicator.local(2, "listed")
     with Communicator.local(1, "last")[0]:
         everything = cgx_ops.stats()
-        names = [name for name in everything if name != "carrier"]  # of other tests
+        names = [name for name in everything if name != "carrier"]  # created by other tests
         assert names[0] == "world"
         assert names[-3:] == ["listed/0", "listed/1", "last/0"]
         for comm in ours:
@@ -230,14 +230,14 @@ def test_listing_while_others_make_and_close() -> None:
     assert any(name.startswith("made") for name in seen)
 
 
-def test_the_world_s_name_is_taken() -> None:
-    """Whoever makes it first has it; nothing replaces it while it is open."""
+def test_name_of_the_world_is_reserved() -> None:
+    """Check that the first owner keeps the name; nothing replaces it while it is open."""
     cgx_ops.init()
     with pytest.raises(InvalidArgument, match="'world' exists"):
         Communicator.create(0, 1, lambda blob: [blob], "world")
 
 
-def test_an_older_caller_s_struct_is_filled_as_far_as_it_goes() -> None:
+def test_shorter_struct_of_an_older_caller_is_filled() -> None:
     world = cgx_ops.init()
     world.allreduce(np.ones(100, np.float32), config=FOUR_BITS)
     appended = structs.CommInfo.bytes_in.offset

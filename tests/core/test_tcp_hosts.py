@@ -1,10 +1,10 @@
-"""Several hosts without MPI: network namespaces, and no mpirun in reach.
+"""Several hosts without MPI: network namespaces, without mpirun.
 
-sums       equal the oracle's to the bit, over tcp and over shm with tcp between hosts
-torchrun   DDP, FSDP2, sub-groups, two and three hosts
-spawned    a DeviceMesh of hosts and ranks, HSDP on it
-JAX        psum_q by torchrun's variables
-failures   a rank is killed, a link goes down, a stranger knocks
+sums       bitwise equal to the oracle's, over tcp, and over shm with tcp between hosts
+torchrun   DDP, FSDP2, subgroups, on two and three hosts
+spawned    a DeviceMesh of hosts and ranks, with HSDP
+JAX        psum_q with torchrun's variables
+failures   a killed rank, a broken link, an unauthenticated peer
 """
 
 import json
@@ -22,7 +22,7 @@ from support.hosts import hosts_py, run_hosts
 ROOT = Path(__file__).resolve().parents[2]
 RANKS = ROOT / "tests" / "ranks"
 TIMEOUT = 4.0  # as in run_tcp_hosts.py
-# No mpirun to be found, and nothing of a job's.
+# Without mpirun on PATH, and without variables of a job.
 ENVIRONMENT = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "PYTHONPATH": launch.python_path()}
 ENVIRONMENT["OMP_NUM_THREADS"] = "1"
 
@@ -37,7 +37,7 @@ def hosts() -> Iterator[Any]:
 
 
 def said(ran: Any) -> list[dict[str, Any]]:
-    """Return the lines of JSON that ranks printed, in the order of the ranks if they say it."""
+    """Return the JSON lines of the ranks, sorted by rank if they contain it."""
     found = [json.loads(line) for line in ran.stdout.splitlines() if line.startswith("{")]
     return sorted(found, key=lambda each: each.get("rank", 0))
 
@@ -48,7 +48,7 @@ def ranks(case: str, size: int, folder: Path) -> list[list[str | Path]]:
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_sums_are_the_oracles_to_the_bit(hosts: Any, tmp_path: Path, size: int) -> None:
+def test_sums_equal_the_oracle(hosts: Any, tmp_path: Path, size: int) -> None:
     found = [said(each)[0] for each in together(hosts, ranks("sums", size, tmp_path))]
     expected = [collective_cases.expected(case, size) for case in run_hosts.CASES]
     assert [each["host"] for each in found] == [f"h{rank}" for rank in range(size)]
@@ -65,7 +65,7 @@ def together(hosts: Any, commands: list[list[str | Path]]) -> Any:
 
 
 def torchrun(hosts: Any, nodes: int, *options: str, arguments: list[str]) -> list[dict[str, Any]]:
-    """Run run_torchrun_hosts.py by an agent on each host; return what the ranks said."""
+    """Run run_torchrun_hosts.py with an agent on each host; return the ranks' JSON lines."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", str(nodes), *options]
     program = [RANKS / "run_torchrun_hosts.py", *arguments]
     commands = [[*command, "--node-rank", str(node), *program] for node in range(nodes)]
@@ -86,14 +86,14 @@ def test_torchrun(hosts: Any, nodes: int, per_node: int) -> None:
     for each in found:
         assert each["transport"] == ("tcp" if per_node == 1 else "hybrid_tcp")
         assert each["first"] == each["again"] == found[0]["first"]
-        # Small tensors travel exact, and so does what ranks of a host sum.
+        # Small tensors are exact, and so are sums over the ranks of a host.
         assert each["ratio"] > (4 if per_node == 1 else 2)
         assert each["ranks"] == len(found)
 
 
 @pytest.mark.slow
-def test_torchrun_starts_again(hosts: Any, tmp_path: Path) -> None:
-    """The second generation meets itself alone, though the first one's store is still there."""
+def test_torchrun_restart(hosts: Any, tmp_path: Path) -> None:
+    """Check that the second generation ignores the first one's store, which still exists."""
     options = ["--nproc-per-node", "1", "--max-restarts", "1", "--rdzv-backend", "c10d"]
     options += ["--rdzv-endpoint", "h0:29513", "--rdzv-id", "restart"]
     found = torchrun(hosts, 2, *options, arguments=[str(tmp_path / "note")])
@@ -116,7 +116,7 @@ def test_device_mesh_of_spawned_ranks(hosts: Any) -> None:
 
 
 @pytest.mark.parametrize("devices", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
-def test_jax_by_the_variables_of_torchrun(hosts: Any, devices: int) -> None:
+def test_jax_with_the_variables_of_torchrun(hosts: Any, devices: int) -> None:
     program = [sys.executable, RANKS / "run_jax_initialize.py", "by_torchrun"]
     variables = ["MASTER_ADDR=h0", "MASTER_PORT=29612", "WORLD_SIZE=2"]
     variables += [f"XLA_FLAGS=--xla_force_host_platform_device_count={devices}", "PROCESSES=2"]
@@ -128,15 +128,15 @@ def test_jax_by_the_variables_of_torchrun(hosts: Any, devices: int) -> None:
 # ---- failures ------------------------------------------------------------------------------------
 
 
-def test_killed_rank_is_an_error_at_once(hosts: Any, tmp_path: Path) -> None:
+def test_killed_rank_is_an_immediate_error(hosts: Any, tmp_path: Path) -> None:
     *survivors, victim = ranks("kill", 3, tmp_path)
     with pytest.raises(hosts_py.CommandFailed, match=r"ended with status -?[0-9]+") as failed:
         together(hosts, [*survivors, victim])
-    assert "run_tcp_hosts.py kill 2" in str(failed.value)  # of all, the victim alone failed
+    assert "run_tcp_hosts.py kill 2" in str(failed.value)  # only the victim failed
 
 
-def test_link_that_goes_down(hosts: Any, tmp_path: Path) -> None:
-    """Nothing tells of it but silence: every rank ends within its deadline and half a second."""
+def test_broken_link(hosts: Any, tmp_path: Path) -> None:
+    """Break the link silently: every rank raises within its deadline and half a second."""
 
     def cut() -> None:
         deadline = time.monotonic() + 60
@@ -157,7 +157,7 @@ def test_link_that_goes_down(hosts: Any, tmp_path: Path) -> None:
     for rank, each in enumerate(found):
         assert each["error"] in ("DeadlineExceeded", "PeerFailed")
         assert f"rank {1 - rank}" in each["text"]
-        assert each["seconds"] < TIMEOUT + 2  # the deadline, an inquiry, the farewell
+        assert each["seconds"] < TIMEOUT + 2  # the deadline, an inquiry, and the last message
 
 
 KNOCK = """
@@ -174,7 +174,7 @@ assert found, "no port is open"
 """
 
 
-def test_stranger_who_knocks_disturbs_nobody(hosts: Any, tmp_path: Path) -> None:
+def test_unauthenticated_peer_is_ignored(hosts: Any, tmp_path: Path) -> None:
     failures: list[BaseException] = []
 
     def knock() -> None:

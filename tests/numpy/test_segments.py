@@ -127,7 +127,7 @@ def test_one_rank_divides_what_it_averages(dtype: str, verb: str) -> None:
 
 @pytest.mark.parametrize("algorithm", ["sra", "one_shot", "ring"])
 @pytest.mark.parametrize("op", ["sum", "avg"])
-def test_nothing_is_lost_for_good(op: Any, algorithm: Any) -> None:
+def test_conservation(op: Any, algorithm: Any) -> None:
     """Inputs and old residuals are the result and the new residuals, to the rounding of fp32."""
     size = 3
 

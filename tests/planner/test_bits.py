@@ -164,6 +164,6 @@ def test_nonsense_is_refused(call, says: str) -> None:
 
 
 @pytest.mark.parametrize("config", [Config(compressor="topk"), Config(rotation=32)])
-def test_what_cannot_be_predicted_is_refused(config: Config) -> None:
+def test_unpredictable_compressors_raise(config: Config) -> None:
     with pytest.raises(Unsupported, match=r"predicted"):
         statistic(np.ones(4, np.float32), config)

@@ -1,24 +1,24 @@
-"""The numpy oracle: what every collective and the codec must give, to the bit.
+"""The numpy oracle: the exact bits of every collective's result and of the codec.
 
-Written from docs/reference/wire_format.md and docs/explanation/architecture.md, and never by calling the library. Slow and
-plain on purpose. All arithmetic is fp32 (numpy rounds every operation); the names follow the
-documents.
+Written from docs/reference/wire_format.md and docs/explanation/architecture.md, without calling
+the library. It is slow and simple on purpose. All arithmetic is fp32 (numpy rounds every
+operation); the names follow the documents.
 
-    values         widening, rounding, sums, min and max
-    philox         noise: the seeds of segments and blocks, and the lane an element gets
+        values         widening, rounding, sums, min and max
+        philox         noise: the seeds of segments and blocks, and the lane of an element
     settings       how a segment's values are encoded
-    scales         what a bucket is measured by
+        scales         magnitudes and scales of a bucket
     buckets        records of buckets: uniform, levels, sign, onebit, ternary, qsgd
     rotation       Hadamard, before and after
     sparse         topk, threshold, randk
     codec          quantize, dequantize, encoded_bytes
-    segments       how each segment travels, and who owns what of it
-    algorithms     who encodes what, and in which order it is summed
+        segments       how each segment is sent, and who owns which part of it
+        algorithms     who encodes which values, and the order of summation
     collectives    allreduce, reduce_scatter, all_gather
-    statistic      what quantizing a tensor must lose, as one number
-    bound          error_bound: how far nearest and shift rounding may be from the exact result
-    low_rank       PowerSGD, in float64: not to the bit
-    deep_gradient  Deep Gradient Compression, as the paper has it
+        statistic      the expected quantization error of a tensor, as one number
+        bound          error_bound: bound of nearest and shift rounding's difference from exact
+        low_rank       PowerSGD, in float64: not bit for bit
+        deep_gradient  Deep Gradient Compression, as in the paper
     one_bit        1-bit Adam, SigNUM
     outer_loop     DiLoCo
 """

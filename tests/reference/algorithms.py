@@ -1,7 +1,7 @@
-"""Algorithms of allreduce: who encodes what, and in which order it is summed.
+"""Algorithms of allreduce: who encodes which values, and the order of summation.
 
-xs: each rank's values of one segment. wire, back: towards the owner and back. Each returns the
-result in fp32.
+xs: each rank's values of one segment. wire, back: encoding towards the owner and back. Each
+function returns the result in fp32.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from .values import Float32s, Op, Values, combine, finish, reduce_in_order
 
 
 @dataclass(frozen=True)
-class Ways:
-    """A segment's ways, and what is done between them."""
+class Directions:
+    """The two directions of a segment, and the operation between them."""
 
     wire: Wire
     back: Wire
@@ -34,7 +34,7 @@ class Ways:
 def owner_terms(
     xs: Sequence[Values], at: slice, first_index: int, owner: int, wire: Wire
 ) -> list[Float32s]:
-    """Return, in rank order, the owner's own values, the others' as they arrive."""
+    """Return, in rank order, the owner's own values, and the others' after decoding."""
     return [
         wire.own(x[at], first_index, rank)
         if rank == owner
@@ -43,61 +43,61 @@ def owner_terms(
     ]
 
 
-def one_shot(xs: Sequence[Values], segment: Segment, ways: Ways) -> Float32s:
-    terms = [ways.wire.seen(x, 0, rank, phase=0) for rank, x in enumerate(xs)]
-    total = ways.finish(reduce_in_order(ways.op, terms))
+def one_shot(xs: Sequence[Values], segment: Segment, directions: Directions) -> Float32s:
+    terms = [directions.wire.seen(x, 0, rank, phase=0) for rank, x in enumerate(xs)]
+    total = directions.finish(reduce_in_order(directions.op, terms))
     # Nothing is encoded a second time, but the sum of votes is a vote.
-    return ways.back.own(total, 0, 0)
+    return directions.back.own(total, 0, 0)
 
 
-def sra(xs: Sequence[Values], segment: Segment, ways: Ways) -> Float32s:
+def sra(xs: Sequence[Values], segment: Segment, directions: Directions) -> Float32s:
     out = np.empty(segment.numel, np.float32)
-    for owner, at in enumerate(shards(segment, len(xs), ways.exact)):
-        terms = owner_terms(xs, at, at.start, owner, ways.wire)
-        total = ways.finish(reduce_in_order(ways.op, terms))
-        out[at] = ways.back.seen(total, at.start, owner, phase=1)
+    for owner, at in enumerate(shards(segment, len(xs), directions.exact)):
+        terms = owner_terms(xs, at, at.start, owner, directions.wire)
+        total = directions.finish(reduce_in_order(directions.op, terms))
+        out[at] = directions.back.seen(total, at.start, owner, phase=1)
     return out
 
 
-def ring(xs: Sequence[Values], segment: Segment, ways: Ways) -> Float32s:
-    world_size, wire = len(xs), ways.wire
+def ring(xs: Sequence[Values], segment: Segment, directions: Directions) -> Float32s:
+    world_size, wire = len(xs), directions.wire
     out = np.empty(segment.numel, np.float32)
-    for owner, at in enumerate(shards(segment, world_size, ways.exact)):
+    for owner, at in enumerate(shards(segment, world_size, directions.exact)):
         first = (owner + 1) % world_size
         arriving = wire.seen(wire.own(xs[first][at], at.start, first), at.start, first, phase=0)
         total = arriving
         for hop in range(2, world_size + 1):
             rank = (owner + hop) % world_size
-            total = combine(ways.op, arriving, wire.own(xs[rank][at], at.start, rank))
+            total = combine(directions.op, arriving, wire.own(xs[rank][at], at.start, rank))
             if rank != owner:
                 arriving = wire.seen(total, at.start, rank, phase=0)
-        out[at] = ways.back.seen(ways.finish(total), at.start, owner, phase=1)
+        out[at] = directions.back.seen(directions.finish(total), at.start, owner, phase=1)
     return out
 
 
-def hierarchical(xs: Sequence[Values], segment: Segment, ways: Ways) -> Float32s:
-    ranks_of = ranks_by_host(ways.hosts)
+def hierarchical(xs: Sequence[Values], segment: Segment, directions: Directions) -> Float32s:
+    ranks_of = ranks_by_host(directions.hosts)
     lanes = min(map(len, ranks_of))
     out = np.empty(segment.numel, np.float32)
-    for shard, at in enumerate(shards(segment, len(ranks_of) * lanes, ways.exact)):
+    for shard, at in enumerate(shards(segment, len(ranks_of) * lanes, directions.exact)):
         owner_host, lane = divmod(shard, lanes)
         own_terms: list[Float32s] = []
         sums: list[Float32s] = []
         for host, ranks in enumerate(ranks_of):
             acting = ranks[lane]
             terms = [
-                ways.wire.own(xs[r][at], at.start, r)
+                directions.wire.own(xs[r][at], at.start, r)
                 if r == acting
-                else ways.intra.seen(xs[r][at], at.start, r, phase=2)
+                else directions.intra.seen(xs[r][at], at.start, r, phase=2)
                 for r in ranks
             ]
             if host == owner_host:
                 own_terms = terms
             else:
-                host_sum = reduce_in_order(ways.op, terms)
-                sums.append(ways.wire.seen(host_sum, at.start, acting, phase=0))
-        total = ways.finish(reduce_in_order(ways.op, own_terms + sums))
-        out[at] = ways.back.seen(total, at.start, ranks_of[owner_host][lane], phase=1)
+                host_sum = reduce_in_order(directions.op, terms)
+                sums.append(directions.wire.seen(host_sum, at.start, acting, phase=0))
+        total = directions.finish(reduce_in_order(directions.op, own_terms + sums))
+        out[at] = directions.back.seen(total, at.start, ranks_of[owner_host][lane], phase=1)
     return out
 
 

@@ -1,4 +1,4 @@
-"""How far nearest and shift rounding may be from the exact result, with the derivation."""
+"""The largest difference of nearest and shift rounding from the exact result, with derivation."""
 
 from __future__ import annotations
 
@@ -64,7 +64,8 @@ def _encoding_error(
 ) -> npt.NDArray[np.float64]:
     """Bound the error of encoding values that lie in [low, high], element by element."""
     largest = np.maximum(np.abs(low), np.abs(high))
-    raw = _UNIT[dtype] * largest + _HALF_SMALLEST[dtype]  # 0 for values that are of dtype already
+    # 0 for values that already have this dtype
+    raw = _UNIT[dtype] * largest + _HALF_SMALLEST[dtype]
     if bits == EXACT_BITS:
         return raw
     top = (1 << bits) - 1
@@ -86,10 +87,10 @@ def _error_of_host_sums(
     intra_bits: int,
     encoding: Callable[..., npt.NDArray[np.float64]],
 ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-    """Bound the error of hierarchical's sums before they are divided, and their terms' sizes.
+    """Bound the error of hierarchical's sums before the division, and their terms' magnitudes.
 
-    A host's sum is off by what its ranks' encodings and additions are; encoding it adds half a step
-    of what it may be; the owner adds one sum for each host but its own.
+    A host's sum has the errors of its ranks' encodings and additions; encoding it adds half a step
+    of its possible range; the owner adds one sum for each other host.
     """
     ranks_of = ranks_by_host(hosts)
     lanes = min(map(len, ranks_of))
@@ -127,9 +128,9 @@ def error_bound(
 ) -> npt.NDArray[np.float64]:
     """Bound |result - exact| of allreduce for each of segment's elements.
 
-    exact is the sum (or mean) of the inputs in float64; inputs are finite. The bound is infinite
-    where the result may exceed its dtype's largest number, and so be infinite. hosts: by rank, of
-    hierarchical, which are several, one of several ranks.
+    exact is the sum (or mean) of the inputs in float64; inputs are finite. The bound is infinite if
+    the result may exceed its dtype's largest number. hosts: by rank, for hierarchical: several
+    hosts, one with several ranks.
     """
     dtype, world_size = inputs[0].dtype, len(inputs)
     at = slice(segment.offset, segment.offset + segment.numel)
@@ -156,7 +157,8 @@ def error_bound(
         if skip_incomplete_buckets:
             sent[segment.numel // segment.bucket_size * segment.bucket_size :] = 0
         if algorithm == "sra":
-            sent[shards(segment, world_size, exact)[rank]] = 0  # its owner adds raw values
+            # the owner adds its own values exactly
+            sent[shards(segment, world_size, exact)[rank]] = 0
         first += sent
     sizes = np.sum(np.abs(xs), axis=0) + first
     first += (world_size - 1) * _U * sizes * (1 + world_size * _U)

@@ -1,7 +1,7 @@
-"""Records of buckets: a header, then codes. One format a compressor, each as an encoder-decoder.
+"""Records of buckets: a header, then codes. Each compressor's format has an encoder and decoder.
 
-Rows are buckets of equal length. An encoder gives the headers' bytes and the codes of rows whose
-values are finite; a decoder takes both. What is not finite is dealt with once, for all.
+Rows are buckets of equal length. An encoder returns the headers' bytes and the codes of rows with
+finite values; a decoder takes both. Other values are handled once, for all formats.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ NAN = np.uint32(0x7FC00000).view(np.float32)
 class Format:
     """encode(rows, r, settings) -> (numbers of the headers, codes); decode is its inverse.
 
-    numbers: shape (rows, how many), of `width` bytes each. r: the noise of each value, or 0.5. code
-    of rows that are not finite: `blank`.
+    numbers: shape (rows, count), of `width` bytes each. r: the noise of each value, or 0.5. blank:
+    the code of rows that are not finite.
     """
 
     numbers: int
@@ -78,7 +78,7 @@ def _encode_uniform(x: Float32s, r: Float32s, settings: Settings) -> tuple[Float
     level = np.minimum(np.floor((x - lo[:, None]) * inverse[:, None] + r), top)
     if settings.mode == "shift":
         lo = np.where(flat, lo, lo + (HALF - r[:, 0]) * step)
-        finite &= np.isfinite(lo)  # a grid shifted beyond the lowest number is none
+        finite &= np.isfinite(lo)  # a grid shifted beyond the lowest number is invalid
         flat |= ~finite
     header = np.stack([lo, step], axis=1)
     header[~finite] = NAN
@@ -179,7 +179,7 @@ def _decode_qsgd(header: Float32s, codes: Codes, settings: Settings) -> Float32s
     return _with_sign((codes & most).astype(np.float32) * step, codes, settings.bits)
 
 
-# ---- values that were chosen ---------------------------------------------------------------------
+# ---- selected values -----------------------------------------------------------------------------
 
 
 def _encode_magnitudes(x: Float32s, r: Float32s, settings: Settings) -> tuple[Float32s, Codes]:
@@ -221,7 +221,7 @@ def field_bytes(n: int, bits: int) -> int:
 
 
 def _pack(codes: Codes, bits: int) -> Bytes:
-    """Code j fills bits [j*bits, (j+1)*bits) of a little-endian integer; trits lie otherwise."""
+    """Pack code j into bits [j*bits, (j+1)*bits) of a little-endian integer; trits differ."""
     if bits:
         spread = np.unpackbits(codes[:, :, None], axis=2, count=bits, bitorder="little")
         return np.packbits(spread.reshape(len(codes), -1), axis=1, bitorder="little")
@@ -230,7 +230,7 @@ def _pack(codes: Codes, bits: int) -> Bytes:
 
 
 def _pack_trits(codes: Codes) -> Bytes:
-    """Byte j of b has codes j, j + b, ... j + 4b, the first as its lowest digit; 1 fills up."""
+    """Byte j of b has codes j, j + b, ... j + 4b, the first as its lowest digit; padding is 1."""
     rows, n = codes.shape
     b = -(-n // 5)
     full = np.ones((rows, 5 * b), np.uint8)
@@ -259,10 +259,10 @@ def record_bytes(n: int, settings: Settings) -> int:
 def encode_rows(
     x: Float32s, settings: Settings, first_index: int, noise_of: tuple[int, int, int], of: str = ""
 ) -> Bytes:
-    """Encode buckets of equal length, one a row, as records, one a row.
+    """Encode buckets of equal length, one per row, as records, one per row.
 
-    first_index: of x[0, 0] in its segment. noise_of: its seed, rank and phase. of: the format, if
-    not the compressor's.
+    first_index: the index of x[0, 0] in its segment. noise_of: its seed, rank and phase. of: the
+    format, if not the compressor's.
     """
     form = FORMATS[of or settings.compressor]
     index = first_index + np.arange(x.size, dtype=np.int64).reshape(x.shape)

@@ -1,6 +1,6 @@
 """The codec: quantize, dequantize, encoded_bytes. It follows docs/reference/wire_format.md.
 
-encode, decode and message_bytes are the same of Settings, for the collectives.
+encode, decode and message_bytes are the same functions with Settings, for the collectives.
 """
 
 from __future__ import annotations
@@ -46,17 +46,17 @@ def _half(settings: Settings) -> np.dtype[Any]:
 
 
 def _round_noisily(x: Float32s, r: Float32s, dtype: np.dtype[Any]) -> npt.NDArray[np.uint16]:
-    """Round to one of the two next to x. The bits that are cut off plus noise carry."""
+    """Round to one of the two neighbors of x: noise is added to the dropped bits, and carries."""
     bits = x.view(np.uint32)
     magnitude = bits & np.uint32(0x7FFFFFFF)
     drawn = (r * np.float32(65536) - np.float32(0.5)).astype(np.uint32)
     special = round_to(np.abs(x), dtype).view(np.uint16)
     if dtype == BFLOAT16:
-        rounded = np.minimum((magnitude + drawn) >> 16, 0x7F7F)  # what is finite stays so
+        rounded = np.minimum((magnitude + drawn) >> 16, 0x7F7F)  # finite values stay finite
         rounded = np.where(magnitude >= 0x7F800000, special, rounded)
     else:
         normal = (magnitude + (drawn >> 3) - np.uint32(112 << 23)) >> 13
-        small = magnitude < 0x38800000  # below 2^-14 units of 2^-24 are counted
+        small = magnitude < 0x38800000  # values below 2^-14 are multiples of 2^-24
         units = np.where(small, np.abs(x), np.float32(0)) * np.float32(2**24)
         denormal = (units + r).astype(np.uint32)
         rounded = np.minimum(np.where(small, denormal, normal), 0x7C00)
@@ -84,7 +84,7 @@ def _split(numel: int, settings: Settings) -> tuple[int, int]:
 
 
 def _raw_tail(numel: int, settings: Settings) -> int:
-    """Return how many last elements travel exact."""
+    """Return the number of last elements that are sent exactly."""
     if (
         settings.skip_incomplete_buckets
         and settings.grain > 1
@@ -95,7 +95,7 @@ def _raw_tail(numel: int, settings: Settings) -> int:
 
 
 def message_bytes(numel: int, settings: Settings) -> int:
-    """Return the bytes of a message; threshold has no number of its own."""
+    """Return the bytes of a message; threshold has no fixed number."""
     if settings.exact:
         return numel * settings.dtype.itemsize
     if raw := _raw_tail(numel, settings):
@@ -113,7 +113,7 @@ def message_bytes(numel: int, settings: Settings) -> int:
 def encode(
     values: Values, settings: Settings, first_index: int, noise_of: tuple[int, int, int]
 ) -> bytes:
-    """Encode values whose first is element first_index. noise_of: seed, rank, phase."""
+    """Encode values; the first one has index first_index. noise_of: seed, rank, phase."""
     assert first_index % settings.grain == 0
     if settings.exact:
         return _encode_exact(values, settings)
@@ -141,7 +141,7 @@ def encode(
 def decode(
     message: bytes, numel: int, settings: Settings, first_index: int = 0, seed: int = 0
 ) -> Float32s:
-    """Decode to fp32. seed: of places that are drawn."""
+    """Decode to fp32. seed: the seed of random indices."""
     if settings.exact:
         return widen(np.frombuffer(message, settings.dtype))
     if raw := _raw_tail(numel, settings):
@@ -168,7 +168,7 @@ def decode(
     return np.concatenate(parts)
 
 
-# ---- by keywords ---------------------------------------------------------------------------------
+# ---- API by keywords -----------------------------------------------------------------------------
 
 
 def encoded_bytes(
@@ -195,9 +195,9 @@ def quantize(
     dtype: npt.DTypeLike | None = None,
     **knobs: Unpack[Knobs],
 ) -> bytes:
-    """Encode values whose first is element first_index of its segment.
+    """Encode values; the first one has index first_index in its segment.
 
-    dtype: of the tensor, in which raw values travel; the values' own if None.
+    dtype: the tensor's dtype, in which raw values are sent; default: that of the values.
     """
     wire = values.dtype if dtype is None else np.dtype(dtype)
     settings = Settings(bits, bucket_size, dtype=wire, **knobs)
@@ -215,6 +215,6 @@ def dequantize(
     dtype: npt.DTypeLike = np.float32,
     **knobs: Unpack[Knobs],
 ) -> Float32s:
-    """Decode to fp32. dtype: of the tensor. round_to() makes what is delivered."""
+    """Decode to fp32. dtype: the tensor's dtype. round_to() gives the final result."""
     settings = Settings(bits, bucket_size, dtype=np.dtype(dtype), **knobs)
     return decode(message, numel, settings, first_index, seed)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from .algorithms import ALGORITHMS, Ways, owner_terms
+from .algorithms import ALGORITHMS, Directions, owner_terms
 from .philox import Seeds, seeds_of
 from .segments import Segment, Wire, is_nested, pick, travels_exact
 from .settings import Settings
@@ -34,7 +34,7 @@ def _check(op: Op, settings: Settings) -> None:
 def _seeds(
     seeds: Seeds | None, world_size: int, segment: int, settings: Settings, block: int = 0
 ) -> list[int]:
-    """Return each rank's seed; drawn places have one, whatever the block."""
+    """Return each rank's seed; random indices have one seed for all blocks."""
     if settings.compressor != "randk" or settings.exact:
         return seeds_of(seeds, world_size, segment, block)
     own = seeds_of(seeds, world_size, segment)
@@ -43,10 +43,7 @@ def _seeds(
 
 
 def _alone(op: Op, values: Values, settings: Settings, divisor: int) -> Values:
-    """Return what one rank gets of its own values: nothing is encoded, but votes are cast.
-
-    And avg divides.
-    """
+    """Return a single rank's result: nothing is encoded, but votes are cast, and avg divides."""
     if settings.votes:
         return round_to(Wire(settings, [0], [0]).seen(values, 0, 0, 1), values.dtype)
     if op != "avg" or divisor in (0, 1):
@@ -71,15 +68,15 @@ def allreduce(
     hosts: Sequence[int] | None = None,
     noise_ranks: Sequence[int] | None = None,
 ) -> Values:
-    """Return the result that every rank has.
+    """Return the result, which is the same on every rank.
 
-    inputs[w]: rank w's buffer; all of one shape and dtype.
+    inputs[w]: rank w's buffer; all have one shape and dtype.
 
-    rounding: of compressors that have a choice. seeds: of each rank one, or one for each segment;
-    zeros if None. noise_ranks[w]: what the noise's counter holds of rank w; None: w. gather_bits:
-    of the reduced values on their way back, 0 for the segment's own. intra_bits: of values within a
-    host in hierarchical, 0 for exact. divisor: of avg; 0 for the number of ranks. residuals[w]:
-    added to rank w's values; receives what was lost of them. hosts[w]: what stands for rank w's
+    rounding: for compressors with several roundings. seeds: one per rank, or one per segment and
+    rank; zeros if None. noise_ranks[w]: rank w's number in the noise's counter; None: w.
+    gather_bits: of the reduced values on their way back, 0 for the segment's own. intra_bits: of
+    values within a host in hierarchical, 0 for exact. divisor: of avg; 0 for the number of ranks.
+    residuals[w]: added to rank w's values; receives the new residual. hosts[w]: an id of rank w's
     host; None: all ranks share one. Elements outside all segments are 0 in the result.
     """
     dtype = inputs[0].dtype
@@ -143,8 +140,8 @@ def allreduce(
                 (intra, 1),
             )
         )
-        ways = Ways(wire, back, intra, op, divide_by, own.exact, hosts or ())
-        out[at] = round_to(ALGORITHMS[algorithm](xs, segment, ways), dtype)
+        directions = Directions(wire, back, intra, op, divide_by, own.exact, hosts or ())
+        out[at] = round_to(ALGORITHMS[algorithm](xs, segment, directions), dtype)
         for residual, of_rank in zip(residuals or (), lost or (), strict=True):
             residual[at] = round_to_finite(of_rank, dtype)
     return out
@@ -200,7 +197,7 @@ def all_gather(
     skip_incomplete_buckets: bool = False,
     noise_ranks: Sequence[int] | None = None,
 ) -> Values:
-    """Return all blocks, in rank order, as every rank (their owners too) sees them."""
+    """Return all blocks, in rank order, with the same values on every rank and their owners."""
     world_size, dtype = len(blocks), blocks[0].dtype
     outs: list[Values] = []
     for rank, block in enumerate(blocks):
@@ -225,7 +222,7 @@ def _settings(
     minimal_size: int,
     skip_incomplete_buckets: bool,
 ) -> Settings:
-    """Return how a segment travels in one direction."""
+    """Return the settings of a segment in one direction."""
     settings = segment.settings(dtype, rounding, skip_incomplete_buckets=skip_incomplete_buckets)
     if travels_exact(segment, minimal_size):
         return replace(settings, bits=EXACT_BITS)

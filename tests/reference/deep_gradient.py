@@ -1,7 +1,7 @@
-"""Deep Gradient Compression (Lin et al., ICLR 2018) of one layer, for all ranks at once.
+"""Deep Gradient Compression (Lin et al., ICLR 2018) of one layer, for all ranks.
 
-The paper's Algorithm 4, in float32, every operation rounded once: what is computed by the same
-operations has the same bits. Gradients here are each rank's own, and the average is of W ranks.
+Implements the paper's Algorithm 4 in float32, rounding every operation once: the same operations
+give the same bits. Gradients are each rank's own; the average is over W ranks.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ WARMUP = (0.25, 0.0625, 0.015625, 0.00390625)
 
 
 def density_at(step: int, warmup_steps: int, density: float) -> float:
-    """Return the share of values that is sent in a step: a quarter of the warm-up each of WARMUP.
+    """Return the fraction of values sent in a step: a quarter of the warm-up for each of WARMUP.
 
-    In integers, as it is documented: stage i lasts while i * steps <= 4 * step < (i + 1) * steps.
+    In integers, as documented: stage i lasts while i * steps <= 4 * step < (i + 1) * steps.
     """
     if step >= warmup_steps:
         return density
@@ -30,8 +30,8 @@ class DeepGradient:
     """One layer of every rank, step by step.
 
     Attributes:
-        u: momentum, of each rank; of a layer that is not sparse equal on all.
-        v: what is not sent yet, of each rank.
+        u: momentum of each rank; equal on all ranks if the layer is not sparse.
+        v: the values of each rank that are not sent yet.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class DeepGradient:
         self.value_bits = value_bits
 
     def step(self, gradients: Sequence[Float32s], density: float) -> Float32s:
-        """Return what all ranks get in place of their gradients."""
+        """Return the average that replaces the ranks' gradients."""
         ranks = len(gradients)
         clipped = [self.clipped(g, ranks) for g in gradients]
         if not self.sparse:  # the mean first, then momentum
@@ -61,7 +61,7 @@ class DeepGradient:
             return results[0].copy()
         for u, v, g in zip(self.u, self.v, clipped, strict=True):
             v += self._corrected(u, g)
-        if ranks == 1 or density == 1:  # all is sent, and nothing masked: plain momentum SGD
+        if ranks == 1 or density == 1:  # everything is sent, without a mask: plain momentum SGD
             sent = list(self.v.copy())
             self.v[:] = 0
         else:
@@ -69,7 +69,7 @@ class DeepGradient:
         return self._mean(sent)
 
     def clipped(self, gradient: Float32s, ranks: int) -> Float32s:
-        """Return a rank's gradient, whose L2 norm is at most clip / sqrt(ranks)."""
+        """Return a rank's gradient, with an L2 norm of at most clip / sqrt(ranks)."""
         if self.clip is None:
             return gradient
         norm = np.linalg.norm(gradient.astype(np.float64))
@@ -77,7 +77,7 @@ class DeepGradient:
         return gradient * np.float32(scale)
 
     def _corrected(self, u: Float32s, g: Float32s) -> Float32s:
-        """Add to the momentum, in place; return what stands for the gradient."""
+        """Update the momentum in place; return the corrected gradient."""
         if self.nesterov:
             u += g
             u *= self.momentum
@@ -87,10 +87,10 @@ class DeepGradient:
         return u
 
     def _sparsified(self, u: Float32s, v: Float32s, density: float) -> Float32s:
-        """Take the largest values out of v; mask the momentum there."""
+        """Remove the largest values from v; mask the momentum there."""
         k = max(1, -(-round(density * 10**9) * len(v) // 10**9))
         places = largest(v, k)
-        places = places[v[places] != 0]  # nothing is sent of zeros
+        places = places[v[places] != 0]  # zeros are not sent
         sent = np.zeros_like(v)
         sent[places] = v[places]
         if self.value_bits == 16:

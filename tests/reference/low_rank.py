@@ -1,7 +1,7 @@
-"""PowerSGD (Vogels et al., NeurIPS 2019) of one matrix, for all ranks at once, in float64.
+"""PowerSGD (Vogels et al., NeurIPS 2019) of one matrix, for all ranks, in float64.
 
-Not to the bit: linear algebra rounds as its library likes. The spaces that factors span, and so
-averages and residuals, are the same but for that.
+Not bit for bit, because linear algebra rounds differently in each library. Otherwise the spaces
+spanned by the factors, and so averages and residuals, are the same.
 """
 
 from collections.abc import Sequence
@@ -17,8 +17,8 @@ class PowerSGD:
     """One matrix of every rank, step by step.
 
     Attributes:
-        q: what the next step begins with, (columns, rank).
-        residuals: of each rank.
+        q: the initial q of the next step, (columns, rank).
+        residuals: the residual of each rank.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class PowerSGD:
 def given_up(
     gradients: Sequence[Floats], old: Sequence[Floats], average: Floats, new: Sequence[Floats]
 ) -> Floats:
-    """Return what of all ranks' gradients and residuals is neither averaged nor kept."""
+    """Return the part of all ranks' gradients and residuals that is neither averaged nor kept."""
     ranks = len(gradients)
     return (
         np.sum(gradients, 0, np.float64)
@@ -62,19 +62,19 @@ def given_up(
 def given_up_bound(
     gradients: Sequence[Floats], old: Sequence[Floats], rank: int, rounded: float = 0.0
 ) -> Floats:
-    """Return how much may be given up with feedback "local": what float32 rounds, by element.
+    """Return a bound of given_up() with feedback "local", by element, from float32 rounding.
 
     A rank's value M, rounded once, becomes P q^T and a residual: r products, sums, a difference.
-    Rows of P are at most 1 long, so that each of P q^T, and the terms of its sum together, are at
-    most as long as M's column. The average's P q^T takes r operations more, and its q a sum over
-    the ranks and a quotient. So fewer than 2 r + ranks + 4 operations of 2^-24 each see a rank's
-    element and its column. Columns of P are only orthonormal to about 2^-24 r; twice covers it.
+    Rows of P have length at most 1, so each of P q^T, and the sum of its terms' magnitudes, is at
+    most as long as M's column. The average's P q^T needs r more operations, and its q a sum over
+    the ranks and a quotient. So a rank's element and its column pass fewer than 2 r + ranks + 4
+    operations of 2^-24 each. Columns of P are only orthonormal to about 2^-24 r; twice covers it.
 
     Args:
-        gradients: of each rank.
-        old: residuals of each rank.
+        gradients: the gradients of each rank.
+        old: the residuals of each rank.
         rank: r.
-        rounded: what of the average its own dtype rounds: 2^-9 of bfloat16.
+        rounded: relative rounding error of the average's own dtype: 2^-9 for bfloat16.
     """
     values = [np.abs(np.asarray(g, np.float64) + e) for g, e in zip(gradients, old, strict=True)]
     sizes = np.sum([value + np.linalg.norm(value, axis=0) for value in values], 0)

@@ -1,7 +1,7 @@
 """1-bit Adam (Tang et al., ICML 2021) and SigNUM (Bernstein et al., ICLR 2019), for all ranks.
 
-fp32, one operation after the other; what travels is the reference's allreduce. An implementation
-that rounds each operation has the same bits, but for square roots, which torch rounds as it likes.
+In fp32, one operation after another; messages use the reference's allreduce. An implementation that
+rounds each operation has the same bits, except for square roots, which torch rounds differently.
 """
 
 from collections.abc import Sequence
@@ -21,10 +21,9 @@ class OneBitAdam:
 
     Attributes:
         x: the parameter, flat.
-        m, v: momentum and variance, which all ranks share.
-        residuals: of each rank, what was lost of its messages and of averages that it owns.
-        off: how far a square root that is off by one in the last place, and what follows of it, may
-            have led x so far.
+        m, v: momentum and variance, shared by all ranks.
+        residuals: of each rank, for its messages and for the averages that it owns.
+        off: bound of x's error so far, if square roots are off by one in the last place.
     """
 
     def __init__(
@@ -39,7 +38,7 @@ class OneBitAdam:
         self.steps, self.off = 0, np.zeros_like(self.x)
 
     def step(self, gradients: Sequence[Values]) -> None:
-        """Step by the ranks' gradients."""
+        """Take a step with the ranks' gradients."""
         beta1, beta2 = self.betas
         gradients = [g.ravel() for g in gradients]
         whole = Segment(0, self.x.size, 32)
@@ -63,7 +62,7 @@ class Signum:
 
     Attributes:
         x: the parameter, flat.
-        momenta: of each rank.
+        momenta: the momentum of each rank.
     """
 
     def __init__(
@@ -75,7 +74,7 @@ class Signum:
         self.steps = 0
 
     def step(self, gradients: Sequence[Values]) -> None:
-        """Step by the majority of the ranks' signs; ties and zeros have a side in turns."""
+        """Take a step with the majority of the ranks' signs; ties and zeros alternate."""
         beta, side = self.momentum, 1 if self.steps % 2 == 0 else -1
         self.momenta = [
             m * _F(beta) + g.ravel() * _F(1 - beta)

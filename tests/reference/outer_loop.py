@@ -14,12 +14,12 @@ _Values = npt.NDArray[np.float32]
 
 
 class OuterLoop:
-    """What ranks do after each inner step: Nesterov's SGD on anchors, by averages of differences.
+    """The ranks' work after each inner step: Nesterov's SGD on anchors with averaged differences.
 
     Attributes:
-        params: of each rank, by name, flat.
+        params: parameters of each rank, by name, flat.
         anchor, momentum, residuals: by name; residuals of each rank.
-        steps: so far.
+        steps: number of steps so far.
     """
 
     def __init__(
@@ -36,18 +36,18 @@ class OuterLoop:
         feedback: bool = True,
         of_senders: bool = False,
     ) -> None:
-        """Begin.
+        """Create the loop.
 
         Args:
-            first: the parameters, equal on all ranks.
-            ranks: how many.
-            schedule: sent_after(step) and applied_after(step): a fragment or None; and alpha.
+            first: the initial parameters, equal on all ranks.
+            ranks: number of ranks.
+            schedule: sent_after(step) and applied_after(step) return a fragment or None; and alpha.
             members: the names of each fragment's parameters.
-            segment_of: how a parameter of a name and a size travels.
-            rate: of the outer SGD.
-            momentum: of it; 0: none.
-            decay: of residuals.
-            feedback: whether there are any.
+            segment_of: segment_of(name, numel) returns the compression of a parameter.
+            rate: learning rate of the outer SGD.
+            momentum: momentum of the outer SGD; 0: none.
+            decay: decay of residuals.
+            feedback: whether there are residuals.
             of_senders: whether a mean is over the ranks that sent a value (one_shot), not over all.
         """
         flat: dict[str, Any] = {name: x.ravel().astype(_F) for name, x in first.items()}
@@ -64,7 +64,7 @@ class OuterLoop:
         self._flight: dict[str, Any] = {}
 
     def step(self) -> None:
-        """Do what is due after an inner step, by which `params` have changed."""
+        """Do the outer work after an inner step, which has changed `params`."""
         self.steps += 1
         sent = self.schedule.sent_after(self.steps)
         if sent is not None:

@@ -1,4 +1,4 @@
-"""Noise: the seeds of segments and blocks, Philox4x32-7, and the lane an element gets."""
+"""Noise: the seeds of segments and blocks, Philox4x32-7, and the lane of an element."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def derived_seed(seed: int, step: int, n: int) -> int:
     return z ^ (z >> 31)
 
 
-# What a rank gives: one seed for all segments, or one for each.
+# The seeds of a rank: one for all segments, or one for each.
 Seeds: TypeAlias = Sequence[int | Sequence[int]]
 
 
@@ -58,10 +58,10 @@ def seeds_of(seeds: Seeds | None, world_size: int, segment: int, block: int = 0)
 
 
 def noise(index: npt.NDArray[np.int64], seed: int, rank: int, phase: int) -> Float32s:
-    """Return r in (0, 1) of the elements of a segment that have these indices."""
+    """Return r in (0, 1) for the elements of a segment with these indices."""
     group, e = index // 128, index % 128
     c = 16 * group + e % 16
-    # Eight elements share a block of Philox: all blocks from the first to the last, once.
+    # Eight elements share a block of Philox: compute all blocks from the first to the last once.
     first = c.min()
     blocks = np.arange(first, c.max() + 1, dtype=np.uint64)
     counters = np.empty((len(blocks), 4), np.uint32)

@@ -10,9 +10,9 @@ _WIDTH = 16  # blocks side by side
 
 
 def _flip_signs(x: Float32s) -> Float32s:
-    """Change the signs of values by their places: the top bit of a multiple of 0x9e3779b1.
+    """Change the signs of values by their index: the top bit of index * 0x9e3779b1.
 
-    A NaN has none.
+    NaN is unchanged.
     """
     place = np.arange(x.shape[1], dtype=np.uint64)
     flips = (place * np.uint64(0x9E3779B1)).astype(np.uint32) & np.uint32(0x80000000)
@@ -21,7 +21,7 @@ def _flip_signs(x: Float32s) -> Float32s:
 
 
 def _hadamard(x: Float32s, size: int, scale: np.float32) -> Float32s:
-    """Transform rows of `size` * w values: w blocks, whose values lie w apart."""
+    """Transform rows of `size` * w values: w blocks, whose values are w apart."""
     shape = x.shape
     half = 1
     while half < size:
@@ -33,7 +33,7 @@ def _hadamard(x: Float32s, size: int, scale: np.float32) -> Float32s:
 
 
 def rotate(rows: Float32s, size: int, *, back: bool = False) -> Float32s:
-    """Rotate buckets, one a row. Sixteen blocks at a time; then as many as are left; then none."""
+    """Rotate buckets, one per row: sixteen blocks at a time, then the remaining ones."""
     out, n = rows.copy(), rows.shape[1]
     log = size.bit_length() - 1
     scale = np.float32(2.0 ** -(log - log // 2 if back else log // 2))

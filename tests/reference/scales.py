@@ -1,6 +1,6 @@
-"""What a bucket is measured by: magnitudes, sums in their order, scales of 16 bits.
+"""Magnitudes and scales of buckets: sums in a fixed order, scales of 16 bits.
 
-Everything works on buckets of equal length, one a row, whose values are finite.
+Everything works on buckets of equal length, one per row, with finite values.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ def largest_magnitude(x: Float32s) -> Float32s:
 
 
 def prescale(largest: Float32s) -> tuple[Float32s, Float32s]:
-    """Return the power of two by which values are multiplied before they are squared or added.
+    """Return the power of two by which values are scaled before squaring or adding.
 
-    And its inverse. Both are 1 where the largest magnitude is between 2^-32 and 2^32.
+    Also returns its inverse. Both are 1 if the largest magnitude is between 2^-32 and 2^32.
     """
     exponent = np.clip(largest.view(np.uint32) >> 23, 1, 253).astype(np.uint32)
     exponent[(exponent >= 127 - 32) & (exponent < 127 + 32)] = 127
@@ -49,7 +49,7 @@ def sums(terms: Floats) -> Float64s:
 
 
 def mean(terms: Callable[[Float32s], Float32s], x: Float32s, count: Float64s | float) -> Float32s:
-    """Return sum(terms(x)) / count of each row, worked out on values that are scaled."""
+    """Return sum(terms(x)) / count of each row, computed on scaled values."""
     down, up = prescale(largest_magnitude(x))
     total = sums(terms(x * down[:, None]))
     return (total / count).astype(np.float32) * up
@@ -63,12 +63,12 @@ def root_of_squares(x: Float32s, divisor: float) -> Float32s:
 
 
 def nearest_scale(x: Float32s) -> Float32s:
-    """Round to bf16; what overflows becomes its largest."""
+    """Round to bf16; an overflow becomes its largest number."""
     rounded = widen(round_to(x, BFLOAT16))
     return np.where(np.isfinite(rounded), rounded, np.copysign(LARGEST_BFLOAT16, x))
 
 
 def scale_above(x: Float32s) -> Float32s:
-    """Round x >= 0 up to bf16; what overflows becomes its largest."""
+    """Round x >= 0 up to bf16; an overflow becomes its largest number."""
     bits = (x.view(np.uint32) + np.uint32(0xFFFF)) & np.uint32(0xFFFF0000)
     return np.minimum(bits.view(np.float32), LARGEST_BFLOAT16)

@@ -1,4 +1,4 @@
-"""Segments: how each travels, who owns what of it, and where hosts are."""
+"""Segments: how each is sent, who owns which part of it, and the ranks of each host."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from .codec import decode, encode, message_bytes
 from .settings import Compressor, Settings
 from .values import EXACT_BITS, SMALLEST_QUANTIZED, Algorithm, Float32s, RoundingMode, Values, widen
 
-EAGER_BYTES = 8 * 1024  # what fits beside the header, in the first message
+EAGER_BYTES = 8 * 1024  # the bytes that fit beside the header, in the first message
 
 
 @dataclass(frozen=True)
 class Segment:
-    """Elements [offset, offset + numel) of a buffer (or of a rank's block), compressed alike.
+    """Elements [offset, offset + numel) of a buffer (or of a rank's block), with equal settings.
 
     rounding, gather_bits: None: the call's.
     """
@@ -38,7 +38,7 @@ class Segment:
     def settings(
         self, dtype: np.dtype[Any], rounding: RoundingMode, *, skip_incomplete_buckets: bool
     ) -> Settings:
-        """Return how values travel towards their owner, unless they travel exact."""
+        """Return the settings of values on their way to the owner, unless they are exact."""
         return Settings(
             self.bits,
             self.bucket_size,
@@ -55,14 +55,14 @@ class Segment:
 
 @dataclass(frozen=True)
 class Wire:
-    """How one segment's values become what their receivers see."""
+    """The encoding of one segment's values for their receivers."""
 
     settings: Settings
     seeds: Sequence[int]
     noise_ranks: Sequence[int]
-    # Of a majority vote: what a rank's own values become before they are added.
+    # For a majority vote: the function of a rank's own values before they are added.
     ballot: Settings | None = None
-    # By rank: receives what encoding loses of its values, times `scale`.
+    # By rank: receives the quantization error of its values, times `scale`.
     lost: Sequence[Float32s] | None = None
     scale: int = 1
 
@@ -80,21 +80,21 @@ class Wire:
         return decoded
 
     def own(self, values: Values, first_index: int, rank: int) -> Float32s:
-        """Return what a rank adds of its own values: these, or their votes."""
+        """Return a rank's own contribution: its values, or their votes."""
         if self.ballot is None:
             return widen(values)
         return replace(self, settings=self.ballot).seen(values, first_index, rank, phase=0)
 
 
 def travels_exact(segment: Segment, minimal_size: int) -> bool:
-    """Tell whether a segment's values travel raw whatever its bits; votes are always cast."""
+    """Return whether a segment is sent raw whatever its bits; votes are always cast."""
     if segment.bits == EXACT_BITS or segment.compressor == "sign":
         return segment.bits == EXACT_BITS
     return segment.numel < max(SMALLEST_QUANTIZED, minimal_size)
 
 
 def shards(segment: Segment, world_size: int, exact: bool) -> list[slice]:
-    """Return what each rank owns of the segment in sra and ring: cut between buckets."""
+    """Return each rank's part of the segment in sra and ring: split between buckets."""
     grain = 1 if exact or segment.compressor == "half" else segment.bucket_size
     grains = -(-segment.numel // grain)
     cuts = [min(p * grains // world_size * grain, segment.numel) for p in range(world_size + 1)]
@@ -108,7 +108,7 @@ def ranks_by_host(hosts: Sequence[int]) -> list[list[int]]:
 
 
 def is_nested(hosts: Sequence[int] | None) -> bool:
-    """Tell whether there are several hosts, and one of several ranks."""
+    """Return whether there are several hosts, one with several ranks."""
     return hosts is not None and 1 < len(set(hosts)) < len(hosts)
 
 
@@ -120,7 +120,7 @@ def pick(
     skip_incomplete_buckets: bool = False,
     hosts: Sequence[int] | None = None,
 ) -> Algorithm:
-    """Return what "auto" stands for: one_shot while all encoded values fit beside the header."""
+    """Return the algorithm of "auto": one_shot while all encoded values fit beside the header."""
     total = 0
     for segment in segments:
         settings = segment.settings(
@@ -129,7 +129,7 @@ def pick(
         if travels_exact(segment, minimal_size):
             settings = replace(settings, bits=EXACT_BITS)
         elif segment.compressor == "threshold":
-            return "one_shot"  # it cannot be cut
+            return "one_shot"  # it cannot be split
         total += message_bytes(segment.numel, settings)
     if total <= EAGER_BYTES:
         return "one_shot"

@@ -1,4 +1,4 @@
-"""Settings: how a segment's values are encoded. And what follows from a compressor's name."""
+"""Settings: how a segment's values are encoded, and properties of the compressors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Compressor = Literal[
     "uniform", "levels", "sign", "onebit", "ternary", "qsgd", "half", "topk", "threshold",
     "randk",
 ]  # fmt: skip
-# Those that have no choice; "uniform" and "half" do as they are told.
+# Compressors with one rounding; "uniform" and "half" support several.
 _ALWAYS: dict[Compressor, RoundingMode] = {
     "levels": "nearest",
     "sign": "nearest",
@@ -24,13 +24,13 @@ _ALWAYS: dict[Compressor, RoundingMode] = {
     "threshold": "nearest",
     "randk": "nearest",
 }
-# Their codes' bits. "uniform", "levels" and "qsgd" have those that are asked for.
+# Bits of their codes. "uniform", "levels" and "qsgd" use those of the call.
 _CODE_BITS: dict[Compressor, int] = {"sign": 1, "onebit": 1, "ternary": 0}
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Of one message. The fields are those of cgx_ops.Config, None resolved; dtype: raw values'."""
+    """Settings of a message: resolved fields of cgx_ops.Config; dtype: that of raw values."""
 
     bits: int = 4
     bucket_size: int = 512
@@ -64,10 +64,10 @@ class Settings:
 
     @property
     def grain(self) -> int:
-        """Between multiples of which a message may be cut."""
+        """A message can be split at multiples of this number of elements."""
         return 1 if self.exact or self.compressor == "half" else self.bucket_size
 
     def share(self, numel: int) -> int:
-        """Return how many of `numel` > 0 values a sparse compressor sends, or wants to."""
+        """Return how many of `numel` > 0 values a sparse compressor sends, or aims at."""
         billionths = round(self.density * 10**9)
         return max(1, -(-billionths * numel // 10**9))

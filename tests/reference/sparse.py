@@ -1,7 +1,7 @@
-"""Values at a few places: topk, threshold, randk.
+"""Sparse values: topk, threshold, randk.
 
-1. places: which, and as bytes
-2. the values that were chosen
+1. indices: their selection and encoding
+2. the selected values
 3. encode, decode
 """
 
@@ -22,11 +22,11 @@ from .values import BFLOAT16, FLOAT16, Float32s, round_to, widen, with_one_nan
 Places = npt.NDArray[np.int64]
 _PLACES_PHASE = 0x706C6163
 
-# ---- 1. places -----------------------------------------------------------------------------------
+# ---- 1. indices ----------------------------------------------------------------------------------
 
 
 def largest(x: Float32s, k: int) -> Places:
-    """Return the places of the k largest magnitudes; of equal ones the first.
+    """Return the indices of the k largest magnitudes; of equal ones the first.
 
     NaN is largest, and equal to NaN.
     """
@@ -35,7 +35,7 @@ def largest(x: Float32s, k: int) -> Places:
 
 
 def drawn(numel: int, k: int, index: int, seed: int) -> Places:
-    """Return k places below numel, drawn by Floyd's method."""
+    """Return k indices below numel, drawn by Floyd's method."""
     blocks = -(-k // 4)
     counters = np.zeros((blocks, 4), np.uint32)
     counters[:, 0], counters[:, 1] = index & 0xFFFFFFFF, index >> 32
@@ -50,7 +50,7 @@ def drawn(numel: int, k: int, index: int, seed: int) -> Places:
 
 
 def above(x: Float32s, settings: Settings) -> Places:
-    """Return the places of magnitudes above a threshold that a sample tells."""
+    """Return the indices of magnitudes above a threshold estimated from a sample."""
     numel, wanted = len(x), settings.share(len(x))
     most = min(max(int(1.3 * wanted), 1), numel)
     sample = x[min(100, numel) // 2 :: 100]
@@ -82,7 +82,7 @@ def places_bytes(numel: int, count: int) -> int:
 
 
 def pack_places(places: Places, numel: int) -> bytes:
-    """Elias-Fano: the low bits end to end; then bit (high part + i) is set for place i."""
+    """Encode by Elias-Fano: concatenated low bits; then bit (high part + i) for index i."""
     low = _low_bits(numel, len(places))
     lows = (places[:, None] >> np.arange(low)) & 1
     highs = np.zeros(((numel - 1) >> low) + len(places), np.uint8)
@@ -110,7 +110,7 @@ def _half(settings: Settings) -> np.dtype[np.generic]:
 
 
 def _of_values(settings: Settings) -> tuple[Settings, str]:
-    """Return what one bucket of chosen values is encoded by."""
+    """Return the settings that encode one bucket of selected values."""
     plain = replace(settings, bits=settings.value_bits, compressor="levels")
     return plain, "levels" if settings.value_bits == 1 else "magnitudes"
 
@@ -150,7 +150,7 @@ def unpack_values(data: bytes, count: int, settings: Settings) -> Float32s:
 
 
 def _buckets(numel: int, settings: Settings) -> Iterator[tuple[int, int, int]]:
-    """Give first, elements and chosen ones of each bucket; threshold has one of all."""
+    """Yield first, elements and selected ones of each bucket; threshold has one bucket for all."""
     size = max(1, numel) if settings.compressor == "threshold" else settings.bucket_size
     for first in range(0, numel, size):
         count = min(size, numel - first)
@@ -158,7 +158,7 @@ def _buckets(numel: int, settings: Settings) -> Iterator[tuple[int, int, int]]:
 
 
 def sparse_bytes(numel: int, settings: Settings) -> int:
-    """Return the bytes of a message; threshold has no number of its own."""
+    """Return the bytes of a message; threshold has no fixed number."""
     return sum(
         value_bytes(k, settings) + (places_bytes(count, k) if settings.compressor == "topk" else 0)
         for _, count, k in _buckets(numel, settings)

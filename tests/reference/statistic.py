@@ -1,4 +1,4 @@
-"""What quantization must lose, as one number of a tensor: what allocates bits (docs/guides/planner.md)."""
+"""The expected quantization error of a tensor as one number, by which bits are allocated."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from .values import Values, widen
 def statistic(values: Values, bucket_size: int, *, ranges: bool) -> float:
     """Return the sum over buckets of n values of n (max - min)^2 / 12, or the sum of squares.
 
-    In fp64, one bucket after the other; a range is the difference in fp32, and squares add up in
-    the order of every scale. NaN if a value is not finite, or a range.
+    Computed in fp64, one bucket after another; a range is the difference in fp32, and squares are
+    added in the order of every scale. NaN if a value or a range is not finite.
     """
     x = widen(values)
     total = np.float64(0)

@@ -11,14 +11,14 @@ import numpy.typing as npt
 
 Values: TypeAlias = npt.NDArray[Any]  # float32, float16 or ml_dtypes.bfloat16, one dimension
 Float32s: TypeAlias = npt.NDArray[np.float32]
-Floats: TypeAlias = npt.NDArray[np.floating[Any]]  # fp32 too, where numpy's types lose sight of it
+Floats: TypeAlias = npt.NDArray[np.floating[Any]]  # fp32 too, where numpy's types are not precise
 Op = Literal["sum", "avg", "min", "max", "product"]
 Algorithm = Literal["one_shot", "sra", "ring", "hierarchical"]
 AnyAlgorithm = Literal["auto", "one_shot", "sra", "ring", "hierarchical", "by_hosts"]
 RoundingMode = Literal["nearest", "stochastic", "shift"]
 
 EXACT_BITS = 32
-SMALLEST_QUANTIZED = 16  # a segment of fewer elements always travels exact
+SMALLEST_QUANTIZED = 16  # a segment of fewer elements is always exact
 FLOAT32 = np.dtype(np.float32)
 FLOAT16 = np.dtype(np.float16)
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -30,7 +30,7 @@ def widen(x: Values) -> Float32s:
 
 
 def round_to(x: Float32s, dtype: np.dtype[Any]) -> Values:
-    """Round to nearest even. fp16 and bf16 get one NaN, 0x7e00 or 0x7fc0; fp32 stays as it is."""
+    """Round to nearest even. fp16 and bf16 get one NaN, 0x7e00 or 0x7fc0; fp32 is unchanged."""
     if dtype == FLOAT32:
         return x.copy()
     with np.errstate(all="ignore"):
@@ -40,13 +40,13 @@ def round_to(x: Float32s, dtype: np.dtype[Any]) -> Values:
 
 
 def round_to_finite(x: Float32s, dtype: np.dtype[Any]) -> Values:
-    """Round a residual: what is too large for the dtype becomes its largest."""
+    """Round a residual; values too large for the dtype become its largest number."""
     most = np.float32(ml_dtypes.finfo(dtype).max)
     return round_to(np.clip(x, -most, most), dtype)
 
 
 def with_one_nan(x: Float32s) -> Float32s:
-    """Make every NaN 0x7fc00000: processors differ in the payload and sign of a result's."""
+    """Make every NaN 0x7fc00000: processors differ in the payload and sign of a NaN result."""
     return np.where(np.isnan(x), np.uint32(0x7FC00000), x.view(np.uint32)).view(np.float32)
 
 
@@ -62,7 +62,7 @@ def from_order_key(key: npt.NDArray[np.int32]) -> Float32s:
 
 
 def combine(op: Op, a: Float32s, b: Float32s) -> Float32s:
-    """Do one step of a reduction in fp32; avg adds here and divides later. NaN wins."""
+    """Do one step of a reduction in fp32; avg adds here and divides later. NaN propagates."""
     with np.errstate(all="ignore"):
         if op in ("sum", "avg"):
             return with_one_nan(a + b)
@@ -75,7 +75,7 @@ def combine(op: Op, a: Float32s, b: Float32s) -> Float32s:
 
 
 def reduce_in_order(op: Op, terms: Sequence[Float32s]) -> Float32s:
-    """Assign the first term, combine the others in the given order. avg is not divided."""
+    """Start with the first term and combine the others in the given order. avg is not divided."""
     total = terms[0].copy()
     for term in terms[1:]:
         total = combine(op, total, term)
