@@ -58,18 +58,18 @@ class QuantizedModelAverager(ModelAverager):
             the next one.
         rules: settings of parameters by their position in the list: "0", "1", ...
         carrier: "native" sends by cgx_ops' own transports, over a group of any backend. "c10d"
-            sends CPU tensors by torch's gloo collectives. Both give the same bits.
+            sends CPU tensors by torch's gloo collectives. With the same algorithm, both give the
+            same bits.
         seed: seed of random rounding, 0 or more.
         **keywords: `bits`, `bucket_size`, `compressor` or `rounding`; each overrides that field of
             `config`.
 
     Attributes:
-        period: as the argument.
-        warmup_steps: as the argument.
-        process_group: as the argument.
         step: number of calls of `average_parameters` so far.
         last: the last average.
         exchange: settings and residuals of the messages.
+
+    The arguments `period`, `warmup_steps` and `process_group` are also attributes.
 
     Raises:
         InvalidArgument: an argument is out of range.

@@ -82,12 +82,7 @@ class BackendOptions:
             split off reuse the result. None: the variable CGX_AUTO_BITS if `config` is
             `Config.from_env()`, else False.
 
-    Attributes:
-        config: compressor, bits and the other settings.
-        compress: "gradients" or "all".
-        seed: seed of random rounding.
-        transport: name of the transport, or None.
-        auto_bits: whether bits follow from message sizes.
+    Each argument is also an attribute.
 
     Raises:
         InvalidArgument: an argument is out of range or has the wrong type, or `auto_bits` cannot

@@ -61,12 +61,10 @@ class PlannedAllreduceState(HookState):
 
     Attributes:
         plan: the plan in use. Checkpoints contain it.
-        process_group: as the argument.
-        config: as the argument, with the overrides.
-        rules: as the argument.
-        seed: as the argument.
         steps: number of backward passes so far.
         residuals: the quantization errors of this rank's gradients, by layer.
+
+    Each argument except the keywords is also an attribute.
 
     Raises:
         InvalidArgument: `plan` is not a Plan, or an argument is out of range.

@@ -50,7 +50,8 @@ class QuantizedAllreduceState(HookState):
         rules: settings of layers by name. None: the rules of the process, which
             `cgx_ops.torch.exclude_layer` and similar functions set.
         carrier: "native" sends by cgx_ops' own transports, over a group of any backend. "c10d"
-            sends CPU tensors by torch's gloo collectives. Both give the same bits.
+            sends CPU tensors by torch's gloo collectives. With the same algorithm, both give the
+            same bits.
         seed: seed of random rounding, 0 or more. Each layer's noise depends on it, on the step, and
             on the names of layer and group.
         unsupported: what to do with gradients that cgx_ops cannot average: float64, complex,
@@ -66,16 +67,11 @@ class QuantizedAllreduceState(HookState):
             `config`.
 
     Attributes:
-        process_group: as the argument.
-        config: as the argument, with the overrides.
-        rules: as the argument.
-        carrier: as the argument.
-        seed: as the argument.
-        unsupported: as the argument.
-        auto_bits: as the argument; False after the bits were chosen.
-        adaptive: as the argument.
         steps: number of backward passes so far.
         residuals: the quantization errors of this rank's gradients, by layer.
+
+    Each argument except the keywords is also an attribute. `auto_bits` becomes False when the bits
+    are chosen.
 
     Raises:
         InvalidArgument: an argument is out of range, or arguments contradict each other.

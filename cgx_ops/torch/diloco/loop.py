@@ -87,7 +87,8 @@ class DiLoCo:
             that sent it (SparseLoCo), and requires compressor="topk" with error feedback.
         process_group: the ranks that average. None: the default group.
         carrier: "native" sends by cgx_ops' own transports, over a group of any backend. "c10d"
-            sends CPU tensors by torch's gloo collectives. Both give the same bits.
+            sends CPU tensors by torch's gloo collectives. With the same algorithm, both give the
+            same bits.
         backup_device: device of the outer parameters and the outer optimizer's state. None: that of
             the parameters. "cpu" saves GPU memory.
         pin_memory: whether outer parameters on the CPU use pinned memory if the model is on a GPU.
@@ -102,9 +103,10 @@ class DiLoCo:
         outer_parameters: their last applied values, float32, equal on all ranks.
         outer_optimizer: the optimizer of the outer parameters.
         exchange: settings and residuals of the messages.
-        mean_over: as the argument.
         steps: number of inner steps so far.
         applied: number of applied fragments so far.
+
+    The argument `mean_over` is also an attribute.
 
     Raises:
         InvalidArgument: an argument is out of range, or arguments or parameters differ between

@@ -39,10 +39,7 @@ class Feedback:
             residual is average * residual + (1 - average) * error.
         reset: number of steps after which residuals become zero. 0: never.
 
-    Attributes:
-        bits: as the argument.
-        average: as the argument.
-        reset: as the argument.
+    Each argument is also an attribute.
 
     Raises:
         InvalidArgument: an argument is out of range.

@@ -47,14 +47,16 @@ class OneBitAdam(ExchangingOptimizer):
             (compressor "levels").
         rules: settings of parameters by their index over all groups: "0", "1", ...
         carrier: "native" sends by cgx_ops' own transports, over a group of any backend. "c10d"
-            sends CPU tensors by torch's gloo collectives. Both give the same bits.
+            sends CPU tensors by torch's gloo collectives. With the same algorithm, both give the
+            same bits.
         seed: seed of random rounding, 0 or more.
         **keywords: `bits`, `bucket_size`, `compressor` or `rounding`; each overrides that field of
             `config`.
 
     Attributes:
-        warmup_steps: as the argument.
         exchange: settings of the messages, step count and residuals.
+
+    The argument `warmup_steps` is also an attribute.
 
     Raises:
         InvalidArgument: an argument is out of range, or the compressor is "sign", whose votes have
