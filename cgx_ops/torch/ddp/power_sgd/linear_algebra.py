@@ -159,8 +159,8 @@ class Matrices:
             usable: which averages are usable; None: all.
 
         Returns:
-            The Q for the next step, (count, columns, rank). It is the average; if that is zero or not
-            finite, it is the Q that this step started with.
+            The Q for the next step, (count, columns, rank): the average, or, if that is zero or not
+            finite, the Q that this step started with.
         """
         mean_q, share = mean_q.view(self.form.q_shape), share.view(self.form.q_shape)
         if self.parts[0].residual is not None:
