@@ -46,7 +46,7 @@ def key_compile_caches(files: Iterable[Path]) -> None:
     """Make torch.compile's disk caches ignore graphs that other versions of `files` made.
 
     The caches identify an operator only by its name, not by its decomposition. A carried operator
-    decomposes into messages whose sizes depend on the rank, and ranks may share a cache, so the key
+    decomposes into messages whose sizes depend on the rank. Ranks may share a cache, so the key
     also depends on the rank. Repeated calls have no effect.
     """
     config: Any = torch.compiler.config

@@ -127,9 +127,9 @@ class QuantizedModelAverager(ModelAverager):
         Raises:
             TypeError: a parameter is complex, sparse or float64.
             InvalidArgument: the parameters differ from those of the last average, cgx_ops cannot
-                connect the process group, the state belongs to another rank, or a
-                torch.amp.GradScaler steps the PostLocalSGDOptimizer and would skip averages on one
-                rank only.
+                connect the process group, or the state belongs to another rank. Also if a
+                torch.amp.GradScaler steps the PostLocalSGDOptimizer, because it would skip averages
+                on one rank only.
             RuntimeError: a peer is late or lost, or passed other parameters; every rank raises it.
         """
         refuse_grad_scaler(

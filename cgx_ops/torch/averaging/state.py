@@ -86,8 +86,8 @@ class AveragingState:
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint, as copies. Each rank saves its own.
 
-        If the ranks of a mesh average in several groups, the state of a group without rank 0 is
-        under the key of that group, so that torch.distributed.checkpoint stores all groups
+        The ranks of a mesh may average in several groups. The state of a group without rank 0 is
+        then under a key of that group, so that torch.distributed.checkpoint stores all groups
         separately.
 
         Returns:

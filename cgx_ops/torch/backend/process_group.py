@@ -1,9 +1,8 @@
 """The torch.distributed backend "cgx".
 
-cgx_ops runs every allreduce of float32, float16 and bfloat16 tensors (sum, avg, min, max, product)
-on CPU tensors, and on CUDA tensors if cgx_ops was built with CUDA. An inner gloo or NCCL backend
-runs all other collectives. The communicator of a group has the group's name:
-`cgx_ops.Communicator.find(group.group_name)`.
+cgx_ops runs every allreduce (sum, avg, min, max, product) of float32, float16 and bfloat16 tensors.
+CUDA tensors need a build with CUDA. An inner gloo or NCCL backend runs all other collectives. The
+communicator of a group has the group's name: `cgx_ops.Communicator.find(group.group_name)`.
 
 An allreduce is compressed only if all of the following holds; otherwise it is exact:
 
@@ -13,9 +12,10 @@ An allreduce is compressed only if all of the following holds; otherwise it is e
 - It is not inside an `uncompressed()` block.
 
 An allreduce synchronizes gradients if it starts while autograd accumulates the gradient of a leaf,
-as DDP's reducer and hooks on parameters do, or in the callbacks at the end of backward, as DDP with
-static_graph does. It does not if a DistributedDataParallel over the group has a communication hook
-of the user's. The callbacks of an allreduce's future count as the place where it was started.
+as in DDP's reducer and in hooks on parameters. It also does if it starts in the callbacks at the
+end of backward, as in DDP with static_graph. It does not if a DistributedDataParallel over the
+group has a communication hook of the user's. The callbacks of an allreduce's future count as the
+place where it was started.
 
 So SyncBatchNorm statistics, softmax over ranks, metrics and tensor parallelism stay exact. The
 logger "cgx_ops.torch.backend" logs each decision and its reason at level DEBUG.

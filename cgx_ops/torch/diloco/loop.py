@@ -2,7 +2,7 @@
 
 When a fragment of the parameters is due, its differences from the outer parameters are averaged,
 compressed, in the background. Some steps later an outer optimizer updates the outer parameters with
-the average, and the parameters are set to the outer parameters or mixed with them. Guide:
+the average. Then the parameters are set to the outer parameters, or mixed with them. Guide:
 docs/guides/diloco.md.
 
 Douillard et al.: DiLoCo: Distributed Low-Communication Training of Language Models, 2023; Streaming
@@ -70,9 +70,10 @@ class DiLoCo:
         model: this rank's model, not in DistributedDataParallel. Parameters that do not require
             gradients, and buffers, are not averaged.
         outer_optimizer: updates the outer parameters; its gradient is the average of outer
-            parameter - parameter. Pass an optimizer over the model's parameters, as in torchft
-            (they are replaced by the outer ones), or a function that makes one from a list of outer
-            parameters. None: torch.optim.SGD with lr=0.7, momentum=0.9, nesterov=True.
+            parameter - parameter. Pass a function that makes an optimizer from a list of outer
+            parameters. Or pass an optimizer over the model's parameters, as in torchft; they are
+            replaced by the outer ones. None: torch.optim.SGD with lr=0.7, momentum=0.9,
+            nesterov=True.
         sync_every: number of steps between two averages of a parameter; usually 1 to 500.
         fragments: parts of the model that are averaged in turn, one every sync_every / fragments
             steps. An int n: each fragment has every n-th layer. Modules: one fragment for each.

@@ -107,9 +107,9 @@ class State:
                 False: drop them with a warning.
 
         Raises:
-            InvalidArgument: error feedback or adaptive bits differ from the checkpoint's, or the
-                residuals are another rank's, are stored differently, or belong to layers that the
-                model does not have.
+            InvalidArgument: error feedback or adaptive bits differ from the checkpoint's. Also if
+                the residuals are another rank's, are stored differently, or belong to layers that
+                the model does not have.
         """
         for key, what in (("kept", "error feedback"), ("adaptive", "adaptive bits")):
             has = getattr(self, key) is not None

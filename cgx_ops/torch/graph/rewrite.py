@@ -116,9 +116,8 @@ def trace(values: list[torch.Tensor], op: str, group: str, config: Config) -> to
 def splice(graph: torch.fx.Graph, reduced: AllReduce, traced: torch.fx.Graph) -> None:
     """Replace an all-reduce and its waits by a traced graph with the same inputs and outputs.
 
-    The part of the traced graph before its first wait goes to the place of the all-reduce, the rest
-    to where its first result is needed. So computation in between still overlaps with the
-    communication.
+    The nodes before the first wait replace the all-reduce; the rest goes to where the first result
+    is needed. So computation in between still overlaps with the communication.
     """
     node, outputs = reduced.node, reduced.outputs
     order = {each: index for index, each in enumerate(graph.nodes)}

@@ -68,9 +68,9 @@ def deep_gradient_hook(
     Raises:
         TypeError: the dtype, layout or device of gradients is not supported; the text names the
             layers.
-        InvalidArgument: cgx_ops cannot connect the process group, the group is not the model's, the
-            names of layers are unknown, a rule sets a layer to something other than sparse or
-            exact, or the state belongs to another model, rank or number of ranks.
+        InvalidArgument: cgx_ops cannot connect the process group, or the group is not the model's.
+            Also if names of layers are unknown, a rule sets a layer to something other than sparse
+            or exact, or the state belongs to another model, rank or number of ranks.
 
     Example:
         >>> import torch

@@ -63,9 +63,9 @@ def power_sgd_hook(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Fu
     Raises:
         TypeError: the dtype, layout or device of gradients is not supported; the text names the
             layers.
-        InvalidArgument: cgx_ops cannot connect the process group, the group is not the model's, the
-            names of layers are unknown, or the state belongs to another model, rank or number of
-            ranks.
+        InvalidArgument: cgx_ops cannot connect the process group, or the group is not the model's.
+            Also if names of layers are unknown, or the state belongs to another model, rank or
+            number of ranks.
 
     Example:
         >>> import torch
@@ -106,9 +106,9 @@ def batched_power_sgd_hook(
     Raises:
         TypeError: the dtype, layout or device of gradients is not supported; the text names the
             layers.
-        InvalidArgument: cgx_ops cannot connect the process group, the group is not the model's, the
-            names of layers are unknown, or the state belongs to another model, rank or number of
-            ranks.
+        InvalidArgument: cgx_ops cannot connect the process group, or the group is not the model's.
+            Also if names of layers are unknown, or the state belongs to another model, rank or
+            number of ranks.
 
     Example:
         >>> import torch

@@ -108,8 +108,8 @@ class Usable(NamedTuple):
 class Matrices:
     """Matrices of one form in one step.
 
-    Factors are sent transposed, one column after the other: a product of a few rows with a large
-    matrix takes a fifth of the time of a product of the matrix with a few columns.
+    Factors are sent transposed, one column after the other. A product of a few rows with a large
+    matrix is five times as fast as one of the matrix with a few columns.
 
     Attributes:
         form: their constant properties.
