@@ -40,7 +40,7 @@ _SIZES = {
 def register() -> None:
     """Make callbacks of futures finish before the interpreter exits. Call once per process.
 
-    A callback that runs Python code during interpreter shutdown would crash.
+    No callback may run Python code during interpreter shutdown.
     """
     at_exit.then(functools.partial(_drain, os.getpid()))
 
