@@ -1,7 +1,6 @@
 """Adaptive bits in JAX: statistics inside a program, and one program per change of the bits."""
 
 import re
-import textwrap
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -82,7 +81,7 @@ def test_each_change_compiles_a_program() -> None:
 
 def test_documentation_snippet() -> None:
     page = (Path(__file__).parents[2] / "docs/guides/planner.md").read_text()
-    block = re.search(r"\n\n(    bits = AdaptiveBits.*?)\n\n\S", page, re.DOTALL)
+    block = re.search(r"```python\n(bits = AdaptiveBits.*?)```", page, re.DOTALL)
     assert block is not None
     params, batches = {"w": normal(1, 40, 40)}, normal(2, 1, 8, 40)
 
@@ -94,7 +93,7 @@ def test_documentation_snippet() -> None:
         "config": Config(bits=4), "jax": jax, "loss": loss, "mesh": mesh_of((4,), ("data",)),
         "params": params, "partial": partial, "pmean_q": pmean_q,
     }  # fmt: skip
-    exec(textwrap.dedent(block[1]), names)
+    exec(block[1], names)
     own = [jax.grad(loss)(params, rows)["w"] for rows in batches[0].reshape(4, 2, 40)]
     exact = sum(own) / 4
     # A 4-bit level is at most 2 max / 15, and rounding errs by half of it, in each device's message
