@@ -275,9 +275,8 @@ def label(built: dict[str, Any]) -> str:
 
 class Build(build):
     def run(self) -> None:
-        shutil.rmtree(
-            self.build_lib, ignore_errors=True
-        )  # a wheel must not contain files of earlier builds
+        # A wheel must not contain files of earlier builds.
+        shutil.rmtree(self.build_lib, ignore_errors=True)
         super().run()
 
 

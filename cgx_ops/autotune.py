@@ -154,7 +154,7 @@ def bits_for(
     if element_bytes not in (2, 4):
         raise InvalidArgument(f"element_bytes is {element_bytes}; it must be 2 or 4")
     if numel < 0:
-        raise InvalidArgument(f"numel is {numel}; it must be 0 or more")
+        raise InvalidArgument(f"numel is {numel}; it must be an integer >= 0")
     config = Config() if config is None else config
     if communicator.size == 1:
         require_choice(config)

@@ -25,9 +25,8 @@ def by_exception() -> bool:
 
     If so, the process does not wait: its peers get an error immediately, and Ctrl-C works.
     """
-    return (
-        getattr(sys, "last_type", None) is not None
-    )  # Python sets it when it prints the traceback
+    # Python sets last_type when it prints the traceback.
+    return getattr(sys, "last_type", None) is not None
 
 
 def _finish() -> None:

@@ -159,7 +159,7 @@ class Call:
             raise InvalidArgument(f"op is {op!r}; it must be one of {', '.join(tables.OPS)}")
         check_timeout(timeout)
         if not isinstance(name, str):
-            raise InvalidArgument(f"name is {name!r}; it must be a text")
+            raise InvalidArgument(f"name is {name!r}; it must be a string")
         self.verb: Verb = verb
         self.op: Op = op
         self.name, self.segments = name, segments

@@ -160,9 +160,8 @@ def _connect(host: str, port: int, rank: int, size: int, seconds: float) -> sock
     while True:
         try:
             connection = socket.create_connection((host, port), max(0.1, _left(deadline)))
-            if (
-                connection.getsockname() != connection.getpeername()
-            ):  # TCP may connect a port to itself
+            # TCP may connect a port to itself.
+            if connection.getsockname() != connection.getpeername():
                 break
             connection.close()
             failure: OSError = ConnectionRefusedError("no process listens there")
@@ -209,7 +208,8 @@ def _named(peer: str, where: str, seconds: float) -> Iterator[None]:
         yield
     except TimeoutError:
         raise DeadlineExceeded(
-            f"{peer} sent nothing for {seconds:g} s while the ranks connected at {where}"
+            f"{peer} sent nothing for {seconds:g} s while the ranks connected at {where}: check "
+            "whether it runs, or raise CGX_TIMEOUT"
         ) from None
     except OSError as error:
         raise PeerFailed(

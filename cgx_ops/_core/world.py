@@ -111,9 +111,8 @@ def _connect() -> Communicator:
             return _rendezvous(place)
         require_company(1)
         return _alone()
-    world = Communicator(
-        library.call_for_id("cgx_init")
-    )  # mpirun's, or of another launcher with MPI
+    # The ranks of mpirun, or of another launcher with MPI.
+    world = Communicator(library.call_for_id("cgx_init"))
     try:
         require_company(world.size)
     except BaseException:

@@ -170,9 +170,8 @@ class AdaptiveBits:
         predicted_error(0.0, config.bits, config)
         if self.budget != "clusters" or config.compressor == "levels":
             return config
-        return Config(
-            compressor="levels", bucket_size=config.bucket_size
-        )  # its statistic is the energy
+        # The statistic of "levels" is the energy.
+        return Config(compressor="levels", bucket_size=config.bucket_size)
 
     # ---- Statistics ------------------------------------------------------------------------------
 

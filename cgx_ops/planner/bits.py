@@ -118,7 +118,7 @@ def allocate_bits(
         return squared if budget == "squared" else math.sqrt(squared)
 
     for bits in fixed.values():
-        predicted_error(0.0, bits, config)  # checks them
+        predicted_error(0.0, bits, config)  # checks the bits
     errors = np.array([[error(i, b) for b in options] for i in free]).reshape(-1, len(options))
     most = alpha * math.fsum(error(i, uniform) for i in free)
     found = cheapest(errors, [int(numels[i]) for i in free], options, most)

@@ -182,13 +182,13 @@ class _Ways:
         new[:, 3] = self.rows[:, 3] + 1
         if end == self.count:
             return new, new[:, 2]
-        # A resource that is free before the next message can use it is as good as free then.
+        # A resource that is free before the next message needs it counts as free at that time.
         new[:, 0] = np.maximum(new[:, 0], self.tensors.ready[end] + self._late(new, end))
         first_encoded = new[:, 0] + self._encode(end, end + 1)
         new[:, 1] = np.maximum(new[:, 1], first_encoded)
         first_sent = new[:, 1] + self._link(end, end + 1)
         new[:, 2] = np.maximum(new[:, 2], first_sent + latency)
-        # At best the rest is one message, or nothing holds up the very last tensor.
+        # Lower bounds: the rest is one message, or the last tensor is sent without waiting.
         rest, last = (end, self.count), (self.count - 1, self.count)
         after_link = latency + self._decode(*last)
         finish = new[:, 2] + self._decode(*rest)

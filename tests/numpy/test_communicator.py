@@ -114,7 +114,7 @@ _READ_ONLY.flags.writeable = False
         (lambda: _world(_BASE, bits=9), "bits is 9"),
         (lambda: Segment(-1, 2), "offset is -1"),
         (lambda: cgx_ops.init().reduce_scatter(np.float32(1), config=EXACT), "first axis"),
-        (lambda: _world(_BASE, name=5), "name is 5; it must be a text"),
+        (lambda: _world(_BASE, name=5), "name is 5; it must be a string"),
         (lambda: cgx_ops.allreduce(_BASE, "sum", cast(Any, 4)), "config is 4; it must be a"),
         (lambda: cgx_ops.allreduce(_BASE, config=cast(Any, Rules())), r"is Rules.*take rules="),
         (lambda: _world(_BASE, bits="4"), "bits is '4'; it must be an integer"),
