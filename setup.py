@@ -112,8 +112,8 @@ class Binding(Extension):
 
     `configure` sets the framework's paths and `uses_cuda`, and returns its version; it raises
     ImportError if the framework is absent. The binding "python" is always built: it reaches numpy
-    arrays through Python's buffer interface. The sources are compiled in `units` files; by default
-    each one by itself.
+    arrays through Python's buffer interface. The sources are compiled in `units` files, by default
+    one per source.
     """
 
     def __init__(

@@ -55,9 +55,10 @@ def _native_of(config: "Config") -> structs.Config:
 class Config:
     """The settings of a quantized collective: how values are compressed and sent.
 
-    A Config is frozen, comparable and hashable. Use dataclasses.replace() to change one.
+    A Config is frozen, comparable and hashable. Use dataclasses.replace() to change one. The
+    arguments are its attributes.
 
-    Attributes:
+    Args:
         bits: Bits per value: 1-8 for "uniform", 1-4 for "levels", 2-8 for "qsgd"; other compressors
             have a fixed width. 32 sends values exact with any compressor. cgx_ops.bits_for()
             measures which bits are fastest.

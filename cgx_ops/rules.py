@@ -69,7 +69,7 @@ class Rules:
 
     Attributes:
         rules: The checked rules.
-        exact_vectors: See above.
+        exact_vectors: The argument.
 
     Raises:
         InvalidArgument: A pattern is not a regular expression, a field is unknown, or a value is

@@ -27,16 +27,13 @@ Verb = str  # a name of tables.VERBS
 class Segment:
     """A run of elements with its own compression, such as one tensor of a fused message.
 
+    The arguments are attributes, too.
+
     Args:
         offset: Index of the first element, from the start of the array (or of a rank's block).
         numel: Number of elements.
         config: The compression of these elements. None: the Config of the call. The algorithm is
             that of the call.
-
-    Attributes:
-        offset: See above.
-        numel: See above.
-        config: See above.
 
     Raises:
         InvalidArgument: `offset` or `numel` is negative, or `config` is not a Config.

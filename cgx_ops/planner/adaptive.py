@@ -56,7 +56,8 @@ class AdaptiveBits:
     """Bits of each tensor that are decided again every `every` steps, equal on all ranks.
 
     Objects can be pickled; a run that resumes with one gets the same bits. Pass it to
-    QuantizedAllreduceState or fsdp.compress() in PyTorch; in JAX call advance() and observe().
+    QuantizedAllreduceState or fsdp.compress() in PyTorch; in JAX call advance() and observe(). The
+    arguments are attributes, too.
 
     Args:
         every: Steps from one decision to the next.
@@ -69,12 +70,6 @@ class AdaptiveBits:
         most_changes: Largest number of changes, after which the bits stay. None: no limit.
 
     Attributes:
-        every: See above.
-        samples: See above.
-        budget: See above.
-        choices: See above.
-        alpha: See above.
-        most_changes: See above.
         bits: The current bits by name. Tensors that are not in it have the bits of the config.
         numels: Values of each tensor in `bits`.
         changes: How often the bits have changed.

@@ -26,7 +26,7 @@ _NAME = "cgx_ops.planner.plan"
 class Plan:
     """The groups and bits of a model's tensors. Frozen, comparable and hashable.
 
-    Plan.of() computes the groups.
+    Plan.of() computes the groups. The arguments are attributes, too.
 
     Args:
         names: Names of the tensors, each once.
@@ -34,12 +34,6 @@ class Plan:
         bits: Bits of each tensor.
         groups: Indices of the tensors that share a message, in the order in which messages start.
             Each tensor is in one group.
-
-    Attributes:
-        names: See above.
-        numels: See above.
-        bits: See above.
-        groups: See above.
 
     Raises:
         InvalidArgument: The arguments are inconsistent, or a value is out of its range.
