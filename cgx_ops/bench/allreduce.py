@@ -68,14 +68,12 @@ def _config(text: str) -> Config:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's options to a parser."""
-    lines = "\n".join(f"  {name:10} {peer.description}" for name, peer in PEERS.items())
+    lines = "\n".join(f"- {name}: {peer.description}" for name, peer in PEERS.items())
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.description = (
         "Time allreduce among the ranks that mpirun starts, compressed and exact, beside other\n"
         "libraries. At the end, a verdict compares the recommended compressed setting with the\n"
-        "fastest exact way that was measured.\n\n"
-        "    mpirun -n 2 python -m cgx_ops bench --compute 120\n\n"
-        "other libraries (--peers):\n" + lines
+        "fastest exact way that was measured. The other libraries are:\n\n" + lines
     )
     parser.epilog = (
         'The verdict is "no difference" if the step times differ by less than '

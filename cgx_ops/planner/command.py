@@ -101,7 +101,7 @@ def _run(options: argparse.Namespace) -> None:
             for each, plan in plans.items()
         )
         count = f"{len(exact)} messages exact, {len(compressed)} in {config.bits} bits"
-        draw(options.plot, f"{table.title}; {count}", compressed, exact=exact)
+        draw(options.plot, f"{table.title}\n{count}", compressed, exact=exact)
         print(f"The timeline is in {options.plot}.")
 
 
