@@ -125,7 +125,7 @@ def test_other_platforms(platform: str) -> None:
 
 
 def test_carrier_xla() -> None:
-    with pytest.raises(NotImplementedError, match=r"carrier='xla' computes on the CPU.*'native'"):
+    with pytest.raises(NotImplementedError, match=r"carrier='xla' supports only CPU.*'native'"):
         lowered(lambda v: psum_q(v, "d", carrier="xla"), normal(6, 8, 600))
 
 

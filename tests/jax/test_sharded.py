@@ -242,7 +242,7 @@ def test_invalid_calls() -> None:
             in_specs=(FSDP, P("data")),
             carrier="xla",
         )(params, batch)
-    with pytest.raises(TypeError, match=r"argnums=\(0, 2\) of a call with 2 positional"):
+    with pytest.raises(TypeError, match=r"argnums is \(0, 2\), and the call has 2 positional"):
         value_and_grad(loss_of, "data", (0, 2), in_specs=(SHARED, P("data")), mesh=on)(
             params, batch
         )
@@ -252,5 +252,5 @@ def test_invalid_calls() -> None:
             "data", in_specs=(SHARED, P("data")), mesh=on,
         )(params, batch)  # fmt: skip
     both = ("data", "model")
-    with pytest.raises(ValueError, match=r"over all of these axes.*name that one alone"):
+    with pytest.raises(ValueError, match=r"over all of these axes.*pass only that one"):
         value_and_grad(loss_of, both, mesh=on, in_specs=(FSDP, P(both)))(params, batch)

@@ -66,7 +66,7 @@ def one_axis_per_process() -> None:
 
 def single_axis_refused() -> None:
     together, first = program_of(("hosts", "devices"))
-    words = "a group of the mesh has [2, 2] devices in its 2 processes. Make an axis"
+    words = "a group of the mesh has [2, 2] devices in its 2 processes; it may have only one"
     fails(NotImplementedError, words, lambda: together(first, on_devices(ROWS[0])))
 
 
