@@ -5,29 +5,29 @@ from typing import Any
 def cpu_handlers() -> dict[str, Any]:
     """Return capsules of the handlers by XLA's target, for jax.ffi.register_ffi_target.
 
-    psum_q, psum_scatter_q and all_gather_q share a dictionary of theirs, by FFI stage.
+    psum_q, psum_scatter_q and all_gather_q have a dictionary of capsules by FFI stage.
     """
 
 def cuda_handlers() -> dict[str, Any]:
-    """Return what cpu_handlers does, for CUDA, which has no carrier="xla" and no gates."""
+    """Return the handlers for CUDA, like cpu_handlers(), without carrier="xla" and gates."""
 
 def site_type() -> dict[str, Any]:
     """Return capsules of the handlers' state type, for jax.ffi.register_ffi_type."""
 
 def cuda_site_type() -> dict[str, Any]:
-    """Return what site_type does, for CUDA, whose plugin numbers types by itself."""
+    """Return the state type for CUDA, whose plugin numbers types separately."""
 
 def compilation_begins() -> None:
-    """Say that XLA is about to compile (or load) an executable."""
+    """Mark the begin of a compilation (or loading) of an executable."""
 
 def compilation_ends() -> None:
-    """Say that a compilation is over, with or without success."""
+    """Mark the end of a compilation, with or without success."""
 
 def set_local_timeout(seconds: float) -> None:
-    """Set the deadline of collectives that several devices of this process take part in."""
+    """Set the deadline of collectives with several devices of this process."""
 
 def set_cuda_devices(ids: dict[int, int]) -> None:
-    """Tell JAX's ids of this process's GPUs, by CUDA's ordinals; before any handler runs."""
+    """Set JAX's ids of this process's GPUs, by CUDA's ordinals, before any handler runs."""
 
 def set_world(comm: int) -> None:
-    """Set the communicator whose ranks are JAX's processes; it is cgx_ops.init() until then."""
+    """Set the communicator of JAX's processes. The default is cgx_ops.init()."""

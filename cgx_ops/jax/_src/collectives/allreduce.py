@@ -204,13 +204,13 @@ class Ranks:
     effects: ClassVar[set[compat.Effect]] = {_in_order}
     functions: ClassVar[dict[Verb, str]] = {"allreduce": "allreduce_q"}
 
-    def call_text(self, verb: Verb, name: str, *, places: bool = False) -> str:
+    def call_text(self, verb: Verb, name: str, *, indices: bool = False) -> str:
         """Return the text that gives calls with one key different seeds.
 
         It contains the communicator's name, which differs between threads, unless ranks must draw
         the same indices.
         """
-        return f"allreduce_q on {'' if places else self.comm}: {name}"
+        return f"allreduce_q on {'' if indices else self.comm}: {name}"
 
     def alone(self, leaf: jax.Array) -> jax.Array:
         """Return the sum of a leaf that is not sent: the leaf itself."""

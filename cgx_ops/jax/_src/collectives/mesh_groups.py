@@ -54,9 +54,9 @@ class MeshGroups:
         "allreduce": "psum_q", "reduce_scatter": "psum_scatter_q", "all_gather": "all_gather_q"
     }  # fmt: skip
 
-    def call_text(self, verb: Verb, name: str, *, places: bool = False) -> str:
+    def call_text(self, verb: Verb, name: str, *, indices: bool = False) -> str:
         """Return the text that gives calls with one key different seeds."""
-        del places  # the text is the same on all devices of a group
+        del indices  # the text is the same on all devices of a group
         return f"{verb} over {','.join(map(str, self.axes))}: {name}"
 
     def alone(self, leaf: jax.Array) -> jax.Array:
@@ -145,8 +145,8 @@ def require_own_messages(
             f"{caller}: processes have several devices each, so mesh must be the jax.sharding.Mesh "
             f"of the shard_map, not {mesh!r}"
         )
-    places = [mesh.axis_names.index(axis) for axis in groups.axes]
-    devices = np.moveaxis(mesh.devices, places, range(-len(places), 0))
+    dimensions = [mesh.axis_names.index(axis) for axis in groups.axes]
+    devices = np.moveaxis(mesh.devices, dimensions, range(-len(dimensions), 0))
     for group in devices.reshape(-1, groups.size):
         counts = Counter(device.process_index for device in group)
         if 1 < len(counts) < len(group):
@@ -249,10 +249,10 @@ def _groups(
 
     Partition ids are positions in the mesh, independent of the devices there.
     """
-    places = np.arange(mesh.size, dtype=np.int64).reshape(mesh.axis_sizes)
+    ids = np.arange(mesh.size, dtype=np.int64).reshape(mesh.axis_sizes)
     last = range(-len(axes), 0)
-    places = np.moveaxis(places, [mesh.axis_names.index(axis) for axis in axes], last)
-    return places.reshape(-1, math.prod(mesh.shape[axis] for axis in axes))
+    ids = np.moveaxis(ids, [mesh.axis_names.index(axis) for axis in axes], last)
+    return ids.reshape(-1, math.prod(mesh.shape[axis] for axis in axes))
 
 
 def _check_counts(settings: Settings, groups: Rows, processes: list[int]) -> None:

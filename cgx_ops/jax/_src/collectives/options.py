@@ -201,7 +201,7 @@ def is_randk(config: Config) -> bool:
     return config.compressor == "randk" and config.bits != EXACT_BITS
 
 
-def check_places(
+def check_index_key(
     caller: str, key: jax.Array | None, configs: Iterable[Config], axes: tuple[Hashable, ...]
 ) -> None:
     """Require the same key on all devices if it selects indices, as far as types show it."""

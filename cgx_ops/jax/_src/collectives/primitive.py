@@ -62,13 +62,13 @@ class Groups(Protocol):
     @property
     def size(self) -> int: ...
 
-    def call_text(self, verb: Verb, name: str, *, places: bool = False) -> str:
+    def call_text(self, verb: Verb, name: str, *, indices: bool = False) -> str:
         """Return the text that gives calls with one key different seeds.
 
         Args:
             verb: The collective.
             name: The user's name of the call.
-            places: Whether the seeds draw indices, which must be equal on all members.
+            indices: Whether the seeds draw indices, which must be equal on all members.
         """
         ...
 
@@ -281,17 +281,17 @@ def _batch(
             "JAX's own collective for vmap's axes"
         )
     (at, at_result), size = settings.batch_axes, axis_data.size
-    operands, places = parted(args, settings.feedback), parted(dims, settings.feedback)
+    operands, axes_of = parted(args, settings.feedback), parted(dims, settings.feedback)
     examples: list[tuple[int, int] | None] = []  # per leaf: vmap's examples, and those before it
-    for i, of_leaf in enumerate(zip(*filter(None, places), strict=True)):
+    for i, of_leaf in enumerate(zip(*filter(None, axes_of), strict=True)):
         if all(dim is None for dim in of_leaf):
             examples.append(None)
             continue
         before = 0
-        if places[1][i] is None and settings.configs[i].draws:
+        if axes_of[1][i] is None and settings.configs[i].draws:
             seeds = example_seeds(operands[1][i], size, axis_data.spmd_name)
-            operands[1][i], places[1][i] = seeds, 0
-        for kind, dims_of_kind, axis in zip(operands, places, (at, 0, at), strict=True):
+            operands[1][i], axes_of[1][i] = seeds, 0
+        for kind, dims_of_kind, axis in zip(operands, axes_of, (at, 0, at), strict=True):
             if kind:
                 front = batching.bdim_at_front(kind[i], dims_of_kind[i], size)
                 kind[i], before = _merged(front, axis), front.shape[1 + axis]

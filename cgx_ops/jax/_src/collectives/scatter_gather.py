@@ -12,7 +12,7 @@ import jax
 from cgx_ops.config import Config, Keywords
 from cgx_ops.jax._src.collectives.keys import CallSeeds
 from cgx_ops.jax._src.collectives.mesh_groups import Axes, mesh_groups
-from cgx_ops.jax._src.collectives.options import Options, check_places, checked_options
+from cgx_ops.jax._src.collectives.options import Options, check_index_key, checked_options
 from cgx_ops.jax._src.collectives.primitive import Settings, bind, vary
 from cgx_ops.jax._src.collectives.psum import warn_of_equal_leaves
 from cgx_ops.jax._src.collectives.trees import checked_leaf, name_of, sends
@@ -188,7 +188,7 @@ def _each_leaf(options: Options, x: Any, axis_name: Axes, one: Any) -> Any:
     results = []
     for index, (path, given) in enumerate(paths_and_leaves):
         leaf, config = checked_leaf(caller, path, given), options.of(path, given)
-        check_places(caller, options.key, [config], groups.axes)
+        check_index_key(caller, options.key, [config], groups.axes)
         called = name_of(name, index, len(paths_and_leaves))
         settings = Settings(options.verb, "sum", groups, (config,), called)
         results.append(one(leaf, settings, seeds.of(index, leaf)))

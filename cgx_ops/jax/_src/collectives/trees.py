@@ -21,7 +21,7 @@ from cgx_ops.jax._src.collectives.options import (
     Options,
     can_be_cut,
     check_feedback,
-    check_places,
+    check_index_key,
     is_randk,
     is_vote,
 )
@@ -148,11 +148,11 @@ def reduce_tree(
             leaf, old = (vary(y, compat.varying_axes(z)) for y, z in ((leaf, old), (old, leaf)))
             check_feedback(f"{caller}: x{jax.tree_util.keystr(path)}", config)
         leaves.append(Leaf(place, leaf, config, old))
-    check_places(caller, options.key, [leaf.config for leaf in leaves], groups.axes)
+    check_index_key(caller, options.key, [leaf.config for leaf in leaves], groups.axes)
 
     @functools.cache
-    def seeds(places: bool) -> CallSeeds:
-        text = groups.call_text("allreduce", options.name, places=places)
+    def seeds(indices: bool) -> CallSeeds:
+        text = groups.call_text("allreduce", options.name, indices=indices)
         return CallSeeds(options.key, text, groups.axes)
 
     messages: dict[tuple[int, Hashable, bool, bool], list[Leaf]] = {}

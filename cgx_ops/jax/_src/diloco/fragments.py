@@ -78,10 +78,10 @@ def part(like: Any, tree: Any, fragment: int, fragments: int) -> Any:
 @functools.cache
 def _members(structure: Any, fragments: int) -> list[frozenset[int]]:
     """Return the indices of the leaves of each fragment."""
-    places = structure.unflatten(range(structure.num_leaves))
+    indices = structure.unflatten(range(structure.num_leaves))
     if not structure.num_leaves:
         return [frozenset()] * fragments
-    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(places)]
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(indices)]
     names = [name_of_leaf(path) for path in paths]  # "blocks.3.kernel" belongs to layer "blocks.3"
     return [frozenset(members) for members in strided(names, fragments)]
 
@@ -182,7 +182,7 @@ class Method:
         costs the indices once more, which is still a small fraction of a bit per value.
         """
 
-        def places(
+        def sent_values(
             config: Config, d: jax.Array, e: jax.Array | None, kept: Any
         ) -> jax.Array | None:
             small = d.size < max(tables.SMALLEST_COMPRESSED, config.minimal_size)
@@ -193,7 +193,7 @@ class Method:
             is_whole = jnp.abs(kept - (d + e)) <= 2.0**-22 * (jnp.abs(d) + jnp.abs(e))
             return (~is_whole).astype(jnp.float32)
 
-        sent = jax.tree.map(places, configs, delta, own, lost)
+        sent = jax.tree.map(sent_values, configs, delta, own, lost)
         ones = jax.tree.map(
             lambda config, s: None if s is None else replace(config, value_bits=1), configs, sent
         )

@@ -14,7 +14,9 @@ from cgx_ops.jax._src.collectives.primitive import vary_tree
 from cgx_ops.jax._src.runtime import compat
 
 
-def differentiated_places(caller: str, argnums: int | Sequence[int], count: int) -> tuple[int, ...]:
+def differentiated_indices(
+    caller: str, argnums: int | Sequence[int], count: int
+) -> tuple[int, ...]:
     """Return the positions, from 0, of the arguments among `count` that argnums selects."""
     numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
     for number in numbers:
@@ -40,8 +42,8 @@ def device_value_and_grad(
     """
 
     def differentiated(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        places = differentiated_places(caller, argnums, len(args))
-        copies = [vary_tree(arg, axes) if i in places else arg for i, arg in enumerate(args)]
+        indices = differentiated_indices(caller, argnums, len(args))
+        copies = [vary_tree(arg, axes) if i in indices else arg for i, arg in enumerate(args)]
         result, gradients = jax.value_and_grad(fun, argnums, has_aux)(*copies, **kwargs)
         shared = frozenset(axes) - compat.varying_axes(result[0] if has_aux else result)
         if compat.types_are_checked() and shared:

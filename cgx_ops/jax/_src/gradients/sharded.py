@@ -22,7 +22,10 @@ from cgx_ops.config import Config
 from cgx_ops.jax._src.collectives.options import Options
 from cgx_ops.jax._src.collectives.psum import reduce_over
 from cgx_ops.jax._src.collectives.scatter_gather import scatter_over
-from cgx_ops.jax._src.gradients.device_gradients import device_value_and_grad, differentiated_places
+from cgx_ops.jax._src.gradients.device_gradients import (
+    device_value_and_grad,
+    differentiated_indices,
+)
 from cgx_ops.jax._src.runtime import compat
 from cgx_ops.planner import Plan
 
@@ -48,7 +51,7 @@ def value_and_grad_of_shards(
                 f"{caller}: {len(args)} arguments but {len(in_specs)} in_specs: give a "
                 "PartitionSpec, or a tree of them, for each argument"
             )
-        places = differentiated_places(caller, argnums, len(args))
+        indices = differentiated_indices(caller, argnums, len(args))
         specs = [
             jax.tree.broadcast(spec, arg, is_leaf=_is_spec)
             for spec, arg in zip(in_specs, args, strict=True)
@@ -56,13 +59,13 @@ def value_and_grad_of_shards(
         data = jax.tree.map(lambda spec: _part(spec, axes), specs, is_leaf=_is_spec)
 
         def of_gradients(specs: list[Specs]) -> Specs:
-            chosen = tuple(specs[place] for place in places)
+            chosen = tuple(specs[index] for index in indices)
             return chosen[0] if isinstance(argnums, int) else chosen
 
         def of_shard(key: jax.Array | None, *shards: Any) -> Any:
             whole = [
-                _gathered(shard, spec, axes) if place in places else shard
-                for place, (shard, spec) in enumerate(zip(shards, specs, strict=True))
+                _gathered(shard, spec, axes) if index in indices else shard
+                for index, (shard, spec) in enumerate(zip(shards, specs, strict=True))
             ]
             result, gradients = own_value_and_grad(*whole)
             reduced = _reduced(gradients, of_gradients(specs), axes, options.with_key(key))

@@ -85,15 +85,15 @@ def _connections(
                     continue
                 end = key.fileobj
                 assert isinstance(end, socket.socket)
-                said = b""
+                chunk = b""
                 with contextlib.suppress(OSError):
-                    said = end.recv(len(word) - len(key.data))
-                heard = key.data + said
-                if said and len(heard) < len(word):
-                    selector.modify(end, selectors.EVENT_READ, data=heard)
+                    chunk = end.recv(len(word) - len(key.data))
+                received = key.data + chunk
+                if chunk and len(received) < len(word):
+                    selector.modify(end, selectors.EVENT_READ, data=received)
                     continue
                 selector.unregister(end)
-                if hmac.compare_digest(heard, word):
+                if hmac.compare_digest(received, word):
                     known.append(end)
                 else:
                     end.close()

@@ -130,12 +130,12 @@ def _initialize_by_mpirun(
             f"{size} under mpirun. Leave the arguments out"
         )
     mine = json.dumps([obstacle, socket.gethostname()]).encode()
-    said = [json.loads(text) for text in exchange(mine, _NAME, ranks)]
-    _require_none([what for what, _ in said])
-    _choose_gpu([host for _, host in said], rank)
+    replies = [json.loads(text) for text in exchange(mine, _NAME, ranks)]
+    _require_none([obstacle for obstacle, _ in replies])
+    _choose_gpu([host for _, host in replies], rank)
     found: tuple[_Coordinator | None, str] = (None, "")
     if rank == 0:
-        address = coordinator_address or f"{free_address([host for _, host in said])[0]}:0"
+        address = coordinator_address or f"{free_address([host for _, host in replies])[0]}:0"
         try:
             found = (_start_coordinator(address, size), "")
         except RuntimeError as error:
@@ -189,9 +189,9 @@ def _initialize_by_jax(
     def allgather(mine: bytes) -> list[bytes]:
         return compat.gather_from_processes(f"{_NAME}/{next(steps)}", mine, timeout_s)
 
-    said = [json.loads(text) for text in allgather(json.dumps([obstacle, coordinator]).encode())]
-    _hold(_Coordinator(*said[0][1]))
-    obstacles = [what for what, _ in said]
+    replies = [json.loads(text) for text in allgather(json.dumps([obstacle, coordinator]).encode())]
+    _hold(_Coordinator(*replies[0][1]))
+    obstacles = [obstacle for obstacle, _ in replies]
     if any(obstacles):
         compat.leave_distributed()
         _require_none(obstacles)
@@ -264,14 +264,14 @@ def _start_coordinator(address: str, processes: int) -> _Coordinator:
     )
     assert process.stdout is not None
     ready, _, _ = select.select([process.stdout], [], [], timeout_s)
-    said = process.stdout.readline().split() if ready else []
-    if len(said) != 3:
+    fields = process.stdout.readline().split() if ready else []
+    if len(fields) != 3:
         process.kill()
         raise RuntimeError(
             f"cgx_ops.jax.initialize: process 0 cannot start the coordinator at {address}: is the "
             "port free?"
         )
-    return _Coordinator(f"{host}:{said[0]}", int(said[1]), said[2])
+    return _Coordinator(f"{host}:{fields[0]}", int(fields[1]), fields[2])
 
 
 def _hold(coordinator: _Coordinator) -> str:
