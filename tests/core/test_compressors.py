@@ -236,14 +236,14 @@ def test_threshold_sends_enough_of_similar_values() -> None:
         ),
         ({"compressor": "zip"}, "Config.compressor is 'zip'; it must be one of 'uniform', "),
         *(
-            ({"compressor": name, "rounding": rounding}, f"rounding is '{rounding}'.*'{name}' r")
+            ({"compressor": name, "rounding": rounding}, f"rounding is '{rounding}'.*'{name}' s")
             for name, rounding in (
                 ("levels", "stochastic"), ("sign", "stochastic"), ("onebit", "shift"),
                 ("ternary", "nearest"), ("qsgd", "nearest"), ("half", "shift"),
                 ("topk", "stochastic"), ("randk", "stochastic"),
             )
         ),
-        ({"density": 0.5}, "density is 0.5.*'uniform' does not have.*topk, threshold, randk"),
+        ({"density": 0.5}, "density is 0.5.*'uniform' does not support.*topk, threshold, randk"),
         ({"compressor": "randk", "value_bits": 8}, "value_bits is 8.*'randk' does not support"),
         ({"compressor": "topk", "rotation": 32}, "rotation is 32.*'topk' does not support"),
         ({"rotation": 3}, "Config.rotation is 3; it must be None, or a power of two"),

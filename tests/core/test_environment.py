@@ -117,7 +117,7 @@ def test_rejects_and_names_variable_and_text(variable: str, text: str) -> None:
     ("knobs", "says"),
     [
         ("COMPRESSOR=levels COMPRESSION_ROUNDING=stochastic", "rounding is 'stochastic'.*'levels'"),
-        ("COMPRESSOR=topk COMPRESSION_QUANTIZATION_BITS=2", "bits is 2; compressor='topk' has no"),
+        ("COMPRESSOR=topk COMPRESSION_QUANTIZATION_BITS=2", "bits is 2; compressor='topk' has a"),
         ("COMPRESSOR=topk COMPRESSION_ROTATION=32", "rotation is 32, which compressor='topk'"),
         ("COMPRESSOR=onebit COMPRESSION_CLIP=1", "clip is True, which compressor='onebit'"),
         ("COMPRESSION_QUANTIZATION_BITS=4 COMPRESSION_DENSITY=0.1", "density is 0.1, which"),
