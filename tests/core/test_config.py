@@ -208,7 +208,7 @@ def test_texts_may_omit_and_reorder_fields() -> None:
         ("skip_incomplete_buckets=1", "it must be True or False"),
         ("minimal_size=-1", "minimal_size is -1;"),
         ("bits=4 bits=4", "bits is given twice"),
-        ("bits=4 speed=2", "a config has no field 'speed'; the fields are bits, bucket_size, rounding"),
+        ("bits=4 speed=2", "a config has no field 'speed'; the fields are bits, bucket_size"),
         ("bits=4  algorithm='sra'", "a config has no field ' algorithm'"),
         (" bits=4", "a config has no field ' bits'"),
         ("=", "a config has no field ''"),
