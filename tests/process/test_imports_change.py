@@ -1,4 +1,4 @@
-"""What importing each package changes in the process: this list, which docs/guides/torch.md explains."""
+"""What importing each package changes in the process: this list, which docs/guides/torch/backend.md explains."""
 
 import json
 import os
