@@ -1,4 +1,7 @@
-"""What importing each package changes in the process: this list, which docs/guides/torch/backend.md explains."""
+"""The list of changes that importing each package makes to the process.
+
+docs/guides/torch/backend.md explains it.
+"""
 
 import json
 import os

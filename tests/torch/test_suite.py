@@ -1,4 +1,4 @@
-"""torch's own tests of a backend, a few of them; docs/guides/torch/backend.md shows how to run all."""
+"""A few of torch's own tests of a backend; docs/guides/torch/backend.md shows how to run all."""
 
 import pytest
 from support import torch_suite
