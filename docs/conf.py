@@ -2,6 +2,7 @@
 
 import re
 import typing
+from pathlib import Path
 
 import numpy.typing
 from sphinx.application import Sphinx
@@ -54,7 +55,13 @@ python_use_unqualified_type_names = True
 
 def link_repository_pages(app: Sphinx, document: str, source: list[str]) -> None:
     """Turn links to Markdown files outside docs/, which are not pages, into downloads."""
-    source[0] = re.sub(r"\]\((\.\./\.\./[^)#]+\.md)(?:#[^)]*)?\)", r"](path:\1)", source[0])
+    folder = Path(app.srcdir, document).parent
+
+    def link(found: re.Match[str]) -> str:
+        is_page = (folder / found[1]).resolve().is_relative_to(app.srcdir)
+        return found[0] if is_page else f"](path:{found[1]})"
+
+    source[0] = re.sub(r"\]\(((?:\.\./)+[^)#]+\.md)(?:#[^)]*)?\)", link, source[0])
 
 
 def setup(app: Sphinx) -> None:
