@@ -1,0 +1,75 @@
+"""Rank program: run the Python blocks of a page of docs/guides/torch/, each by itself.
+
+Usage: run_torch_guide.py PAGE. _readers_program() has the names that blocks use without defining
+them. Blocks that begin with ```{code-block} are fragments, and are not run.
+"""
+
+import re
+import sys
+import textwrap
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import _functional_collectives as collectives
+from torch.nn.parallel import DistributedDataParallel
+
+import cgx_ops.torch
+from cgx_ops import Config, Rules
+from cgx_ops.torch import ddp, fsdp
+
+_BLOCK = re.compile(r"^ *```python\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
+
+
+def blocks_of(page: Path) -> list[str]:
+    """Return the Python blocks of a page."""
+    return [textwrap.dedent(block) for block in _BLOCK.findall(page.read_text())]
+
+
+class _Net(nn.Sequential):
+    @property
+    def blocks(self) -> list[nn.Module]:
+        return [self[0]]
+
+
+def _readers_program(block: str) -> dict[str, Any]:
+    torch.manual_seed(0)
+    net, x = _Net(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)), torch.ones(8, 64)
+    has_loop = "for batch in batches" in block
+    is_plain = has_loop or "fully_shard(model)" in block or "DistributedDataParallel(" in block
+    model = net if is_plain else DistributedDataParallel(net)
+    return {
+        "torch": torch, "dist": dist, "cgx_ops": cgx_ops, "Config": Config, "Rules": Rules,
+        "ddp": ddp, "fsdp": fsdp, "module": net, "model": model, "x": x, "xs": [x],
+        "e": torch.zeros_like(x), "rank": dist.get_rank(), "steps_per_epoch": 10,
+        "subgroup": None, "mesh": {"data": dist.group.WORLD}, "batch": torch.ones(64, 64),
+        "weights": {"head": torch.ones(8, 8, requires_grad=True)},
+        "train_step": lambda x: collectives.all_reduce(x, "avg", dist.group.WORLD) + 1,
+        "state": ddp.QuantizedAllreduceState(), "batches": [x] * 3, "folder": "checkpoint",
+        "optimizer": torch.optim.SGD(net.parameters(), lr=0.1), "optimizer_state": {},
+        "loss": (lambda model, batch: model(batch).sum()) if has_loop else model(x).sum(),
+    }  # fmt: skip
+
+
+def main(page: Path) -> None:
+    for number, block in enumerate(blocks_of(page)):
+        dist.init_process_group("cgx")
+        names = _readers_program(block)
+        if "init_process_group" in block:
+            dist.destroy_process_group()
+        try:
+            exec(compile(block, f"{page.name}, block {number}", "exec"), names)
+        except Exception:
+            print(f"block {number} failed:\n{block}")
+            traceback.print_exc()
+            raise SystemExit(1) from None
+        cgx_ops.torch.forget_models()
+        dist.destroy_process_group()
+        print(f"ok block {number}", flush=True)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
