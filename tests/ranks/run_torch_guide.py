@@ -1,4 +1,4 @@
-"""Rank program: run the Python blocks of a page of docs/guides/torch/, each by itself.
+"""Rank program: run each Python block of a page of docs/guides/torch/ in a new process group.
 
 Usage: run_torch_guide.py PAGE. _readers_program() has the names that blocks use without defining
 them. Blocks that begin with ```{code-block} are fragments, and are not run.
