@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import documents
 import numpy as np
 import numpy.typing as npt
 import plots
@@ -188,36 +189,51 @@ def table_of_trained(found: list[Trained]) -> Table:
     return Table("Adam with a frozen second moment", columns, rows, notes=notes)
 
 
+def measure(options: argparse.Namespace) -> Report:
+    """Make both measurements; the report is written after each seed."""
+    comms, task = Communicator.local(RANKS), gpt()
+    compared, trained = list[Compared](), list[Trained]()
+    settings = {"ranks": RANKS, "rate": options.rate, "steps": options.steps}
+    report = Report("adamw_noise", settings, [], [])
+    for seed in options.seeds:
+        of_run = seed, options.rate, options.steps
+        compared += compare(comms, task, *of_run)
+        for codec, frozen in itertools.product(FROZEN, (False, True)):
+            trained.append(train(comms, task, codec, frozen, *of_run))
+            print(trained[-1], flush=True)
+        rows = [asdict(each) for each in (*compared, *trained)]
+        tables = [table_of_moments(compared), table_of_trained(trained)]
+        report = Report("adamw_noise", settings, rows, tables)
+        if options.json:
+            report.write(options.json)
+    for comm in comms:
+        comm.close()
+    return report
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Adam's second moment of compressed gradients")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--rate", type=float, default=8e-3, help="of learning (default 8e-3)")
     parser.add_argument("--steps", type=int, default=200, help="of a training (default 200)")
+    parser.add_argument(
+        "--again", type=Path, metavar="FILE", help="measure nothing; read a report of --json"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results there")
     parser.add_argument("--plot", metavar="FILE", help="also draw the second moments")
+    parser.add_argument(
+        "--docs", type=Path, metavar="PAGE", help="also put the tables between the page's markers"
+    )
     options = parser.parse_args()
     torch.set_num_threads(1)
-    comms, task = Communicator.local(RANKS), gpt()
-    compared, trained = list[Compared](), list[Trained]()
-    report = None
-    for seed in options.seeds:
-        settings = seed, options.rate, options.steps
-        compared += compare(comms, task, *settings)
-        for codec, frozen in itertools.product(FROZEN, (False, True)):
-            trained.append(train(comms, task, codec, frozen, *settings))
-            print(trained[-1], flush=True)
-        tables = [table_of_moments(compared), table_of_trained(trained)]
-        rows = [asdict(each) for each in (*compared, *trained)]
-        kept = {"ranks": RANKS, "rate": options.rate, "steps": options.steps}
-        report = Report("adamw_noise", kept, rows, tables)
-        if options.json:
-            report.write(options.json)
-    for comm in comms:
-        comm.close()
-    for table in report.tables if report else ():
+    report = Report.read(options.again) if options.again else measure(options)
+    for table in report.tables:
         table.print()
-    if options.plot and report:
+    if options.plot:
         plots.adamw_noise(report).savefig(options.plot, dpi=100)
+    if options.docs:
+        bodies = (documents.body_of(table) for table in report.tables)
+        documents.insert(options.docs, dict(zip(("moments", "frozen"), bodies, strict=True)))
 
 
 if __name__ == "__main__":

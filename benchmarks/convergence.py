@@ -259,6 +259,8 @@ def speedups_table(found: dict[Cell, list[Outcome]]) -> Table:
         return f"{theirs / own:.2f}" if own and theirs else "-"
 
     methods = next(iter(cells.values()))
+    rows = [[m, *(speedup(each, m) for each in cells.values())] for m in methods]
+    missed = [row[0] for row in rows if set(row[1:]) == {"-"}]
     columns, task = ["method"], ""
     for cell in cells:
         columns.append(cell.rate if cell.task == task else f"{cell.task}, {cell.rate}")
@@ -266,8 +268,11 @@ def speedups_table(found: dict[Cell, list[Outcome]]) -> Table:
     return Table(
         f"Speed-up over gloo to the same loss, {count} hosts",
         columns,
-        [[m, *(speedup(each, m) for each in cells.values())] for m in methods],
-        notes=["A dash: most seeds did not reach the loss."],
+        [row for row in rows if set(row[1:]) != {"-"}],
+        notes=[
+            "A dash: most seeds did not reach the loss. "
+            f"Methods that did not reach it in any cell: {', '.join(missed) or 'none'}."
+        ],
     )
 
 
