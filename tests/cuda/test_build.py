@@ -1,4 +1,4 @@
-"""What libcgx.so holds for GPUs, read from it by NVIDIA's cuobjdump: no GPU is needed."""
+"""The GPU code in libcgx.so, read by NVIDIA's cuobjdump without a GPU."""
 
 import re
 import shutil
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(
 
 @cache
 def _dump(*options: str) -> str:
-    # cuobjdump calls nvdisasm; the packages put both there, a CUDA toolkit into its own folder.
+    # cuobjdump calls nvdisasm; the packages install both there, a CUDA toolkit in its own folder.
     folders = [f"{sysconfig.get_path('purelib')}/nvidia/cu13/bin", "/usr/local/cuda/bin"]
     tool = next(filter(None, (shutil.which("cuobjdump", path=f) for f in [*folders, None])), None)
     assert tool, "pip install nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm"
@@ -38,7 +38,7 @@ def _dump(*options: str) -> str:
 
 @cache
 def _usage(*options: str) -> dict[str, str]:
-    """Return what each kernel takes, by its name."""
+    """Return each kernel's resource usage, by name."""
     usage = _dump("--dump-resource-usage", *options)
     return dict(re.findall(r"Function (\S+):\s+(REG:.*)", usage))
 
@@ -63,7 +63,7 @@ def _named(launch: str, dtype: str, kernels: dict[str, str]) -> Iterator[str]:
 def test_machine_code_of_both_architectures_and_ptx_for_later_ones() -> None:
     held = _dump("--list-elf", "--list-ptx")
     assert set(re.findall(r"(sm_\d+)\.cubin", held)) == set(ARCHITECTURES)
-    assert set(re.findall(r"(sm_\d+)\.ptx", held)) == {"sm_90"}  # a name for compute_90
+    assert set(re.findall(r"(sm_\d+)\.ptx", held)) == {"sm_90"}  # the name for compute_90
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -76,7 +76,7 @@ def test_every_kernel_is_there(architecture: str) -> None:
 
 
 def test_registers_suffice() -> None:
-    """A kernel that spills has a stack. Of those for other formats, blocks of many warps do."""
+    """Check the stack, which shows spills; other formats' kernels with many warps may have one."""
     usage = re.findall(r"Function (\S+):\s+(REG:.*)", _dump("--dump-resource-usage"))
     assert len(usage) >= 2 * 55
     spilling = [(name, used) for name, used in usage if "STACK:0 " not in used]
@@ -98,9 +98,9 @@ def test_memory_is_moved_in_16_bytes(dtype: str, architecture: str) -> None:
 
 
 def test_arithmetic_is_exact() -> None:
-    """Denormals are kept, divisions are rounded to nearest; what is fused is meant to be."""
+    """Check that denormals are kept, divisions round to nearest, and fusion is intended."""
     code = _dump("--dump-ptx")
     operations = set(re.findall(r"\s((?:add|sub|mul|fma|mad|div|rcp|sqrt)\S*\.f32)\s", code))
     spelled_out = {f"{name}.rn.f32" for name in ("add", "sub", "mul", "fma", "div", "sqrt")}
-    assert operations == {*spelled_out, "add.rm.f32"}  # which takes the floor
+    assert operations == {*spelled_out, "add.rm.f32"}  # computes the floor
     assert not re.search(r"\.f(tz|ull)\b|\.approx", code)

@@ -1,7 +1,7 @@
-"""The core on a GPU that ranks share: results to the bit, streams, graphs, failures.
+"""The core on a GPU shared by ranks: bitwise results, streams, graphs, failures.
 
-Ranks are processes over both wires (COMMUNICATOR_TYPE: SHM is direct, MPI is staged through the
-host), or threads of one process. What they run is in tests/ranks/run_cuda_core.py.
+Ranks are processes with both wires (COMMUNICATOR_TYPE: SHM is direct, MPI is staged through the
+host), or threads of one process. They run tests/ranks/run_cuda_core.py.
 """
 
 import json
@@ -15,13 +15,13 @@ PROGRAM = "run_cuda_core.py"
 
 
 def ranks(n: int, *args: object, **options: Any) -> list[Any]:
-    """Return what each rank found."""
+    """Return each rank's findings."""
     outputs = on_one_gpu(n, PROGRAM, *args, **options)
     return [json.loads(output.splitlines()[-1]) for output in outputs]
 
 
 def test_gpu_is_found() -> None:
-    """Under `make gpu` (CGX_REQUIRE_GPU=1) this says what is missing; else all of this skips."""
+    """Fail under `make gpu` (CGX_REQUIRE_GPU=1) if there is no GPU; otherwise skip."""
     assert missing_gpu() == ""
     assert missing_torch_gpu() == ""
 
@@ -41,7 +41,7 @@ def test_gpu_is_found() -> None:
     ],
 )
 def test_results_are_the_cpu_s(n: int, wire: str, sets: list[str]) -> None:
-    """To the bit, with CPU and GPU collectives of one communicator in turns."""
+    """Compare bit for bit, alternating CPU and GPU collectives of one communicator."""
     for rank, found in enumerate(ranks(n, "results", *sets, wire=wire, timeout=800)):
         assert n == 1 or found["wire"] == WIRES.get(wire, "direct")
         assert found["count"] > 300
@@ -50,8 +50,8 @@ def test_results_are_the_cpu_s(n: int, wire: str, sets: list[str]) -> None:
 
 @pytest.mark.parametrize("n", [2, 4])
 def test_results_of_threads(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many ranks in one process, each on a stream of its own."""
-    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # docs/explanation/gpu.md says why
+    """Use several ranks in one process, each on its own stream."""
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # see docs/explanation/gpu.md
     monkeypatch.setenv("CUDA_MODULE_LOADING", "EAGER")
     args = ("results", "--threads", n, "features", "by_size")
     (output,) = on_one_gpu(1, PROGRAM, *args, timeout=800)
@@ -60,7 +60,7 @@ def test_results_of_threads(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_codec() -> None:
-    """The kernels of one rank by themselves."""
+    """Test the kernels of one rank alone."""
     (found,) = ranks(1, "codec")
     assert found["count"] > 300 and not found["wrong"], found
 
@@ -77,19 +77,19 @@ def test_more_than_two_to_the_31_bytes(wire: str) -> None:
 @pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize("n", [2, 4])
 def test_streams(n: int, wire: str) -> None:
-    """Work before and after on the stream, side streams, several communicators at once."""
+    """Test earlier and later work on the stream, side streams, and several communicators."""
     assert ranks(n, "streams", wire=wire) == [[]] * n
 
 
 @pytest.mark.parametrize(("n", "wire"), [(2, "SHM"), (4, "SHM"), (2, "MPI"), (2, "AUTO")])
 def test_graphs(n: int, wire: str) -> None:
-    """Recorded and replayed where devices are connected directly; else refused, with the reason."""
+    """Record and replay if devices are connected directly; otherwise expect an error."""
     for found in ranks(n, "graphs", wire=wire):
         assert found["wrong"] == []
         if WIRES.get(wire) == "staged":
             kind, text = found["refused"]
             assert kind == "Unsupported" and "graph" in text, found["refused"]
-        else:  # ranks of one host are connected directly unless they are told otherwise
+        else:  # ranks of one host are connected directly by default
             assert found["refused"] is None
 
 
@@ -99,7 +99,7 @@ def test_graphs(n: int, wire: str) -> None:
 @pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize("n", [2, 4])
 def test_mismatch(n: int, wire: str) -> None:
-    """All ranks hear what differs, no output looks like a result; CPU collectives go on."""
+    """Check that all ranks report the mismatch, no output looks valid, and CPU collectives work."""
     for found in ranks(n, "mismatch", wire=wire):
         assert found["whole"]
         assert len(found["outcomes"]) == 8
@@ -112,19 +112,19 @@ def test_mismatch(n: int, wire: str) -> None:
 @pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize(("n", "how"), [(2, "kill"), (4, "kill"), (4, "absent")])
 def test_lost_rank(n: int, how: str, wire: str) -> None:
-    """The others raise within the deadline (else the launch's ends them); their outputs are NaN."""
+    """Check that the others raise within the deadline, and their outputs are NaN."""
     outputs = on_one_gpu(n, PROGRAM, "lost", how, 5, wire=wire, timeout=120, kills=True)
     found = [json.loads(output.splitlines()[-1]) for output in outputs[:-1]]
     for each in found:
         assert each["error"][0] in ("PeerFailed", "DeadlineExceeded"), each
         assert each["nan"] and each["next"], each
-    # The first to see it tells the others, which then name the one that told them.
+    # The first rank to detect it notifies the others, which then name that rank.
     assert any(f"rank {n - 1}" in each["error"][1] for each in found), found
 
 
 @pytest.mark.parametrize("wire", WIRES)
 def test_bad_calls(wire: str) -> None:
-    """Each is refused with the remedy, and the communicator stays whole."""
+    """Check that each raises with the remedy, and the communicator remains usable."""
     remedies = {
         "input on the host": ("InvalidArgument", "host"),
         "output on the host": ("InvalidArgument", "host"),
@@ -138,7 +138,7 @@ def test_bad_calls(wire: str) -> None:
     }
     for found in ranks(2, "bad", wire=wire):
         assert found["whole"]
-        assert len(found["errors"]) >= len(remedies) - 1  # the last takes two GPUs
+        assert len(found["errors"]) >= len(remedies) - 1  # the last one needs two GPUs
         for name, error in found["errors"].items():
             kind, word = remedies[name]
             assert error and error[0] == kind and word in error[1], (name, error)
@@ -146,7 +146,7 @@ def test_bad_calls(wire: str) -> None:
 
 @pytest.mark.parametrize("wire", WIRES)
 def test_no_memory_is_left(wire: str) -> None:
-    """An error that says so, in bounded time; memory that is free again serves."""
+    """Check for an error about memory in bounded time; later calls work when memory is free."""
     found = ranks(2, "memory", wire=wire)
     assert all(each["later"] for each in found)
     errors = [each["error"] for each in found if each["error"]]

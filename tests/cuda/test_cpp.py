@@ -1,7 +1,7 @@
-"""The C++ tests of CUDA on a GPU: as they are, and under compute-sanitizer.
+"""The C++ tests of CUDA on a GPU: directly, and under compute-sanitizer.
 
-cpp/test_cpp.py runs the same programs in `make test`. Those that need a GPU end with status 77
-there. Here that is a failure.
+cpp/test_cpp.py runs the same programs in `make test`. Programs that need a GPU exit with status 77
+there; here that is a failure.
 """
 
 import shutil
@@ -14,7 +14,7 @@ from support.cuda_cases import needs_gpu
 pytestmark = [needs_gpu, pytest.mark.timeout(900)]
 TESTS = sorted(path.stem for path in (Path(__file__).parents[1] / "cpp").glob("cuda_*_test.cc"))
 NEED_GPU = [name for name in TESTS if "device" in name]
-# Calls that fail are part of the tests; memory that is misused is not.
+# Calls that fail are part of the tests; invalid memory accesses are not.
 TOOLS = {"memcheck": ("--report-api-errors", "no"), "racecheck": ()}
 
 
@@ -24,12 +24,12 @@ def programs() -> Path:
     return cpp_programs.build(*TESTS)
 
 
-def test_there_are_some() -> None:
+def test_gpu_programs_exist() -> None:
     assert NEED_GPU, TESTS
 
 
 @pytest.mark.parametrize("name", TESTS)
-def test_alone(name: str, programs: Path) -> None:
+def test_without_sanitizer(name: str, programs: Path) -> None:
     cpp_programs.run(programs / name)
 
 

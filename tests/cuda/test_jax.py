@@ -1,8 +1,8 @@
 """JAX on CUDA: lowering and handlers without a GPU, everything else with one.
 
-Without a GPU programs are lowered for CUDA on meshes of CPU devices, and XLA:CPU runs the handlers,
-with a core that stays on the CPU (tests/cpp/cuda_handlers_on_cpu.cc). On a GPU see
-ranks/run_cuda_jax.py, of which most cases serve both.
+Without a GPU, programs are lowered for CUDA on meshes of CPU devices. XLA:CPU runs the handlers,
+with a core on the CPU (tests/cpp/cuda_handlers_on_cpu.cc). ranks/run_cuda_jax.py has most cases for
+both, and those for a GPU.
 """
 
 import importlib
@@ -63,7 +63,7 @@ def test_a_collective_is_one_custom_call(reduce: Any, target: str) -> None:
     assert "config_of = dense<0> : tensor<1xi64>" in call
     assert "devices = dense<[0, 1, 2, 3, 4, 5, 6, 7]> : tensor<8xi64>" in call
     assert "has_side_effect = true" in call
-    # No partition id: it would be in the GPU's memory. Seeds are there, and stay there.
+    # No partition id, which would be in the GPU's memory. Seeds are there, and stay there.
     assert "tensor<ui32>" not in call
     assert "tensor<1x2xui32>" in call
 
@@ -129,7 +129,7 @@ def test_carrier_xla() -> None:
         lowered(lambda v: psum_q(v, "d", carrier="xla"), normal(6, 8, 600))
 
 
-def test_a_mesh_without_devices() -> None:
+def test_mesh_without_devices() -> None:
     mesh = AbstractMesh((8,), ("d",), axis_types=(AxisType.Auto,))
     step = jax.shard_map(
         lambda v: psum_q(v, "d"), mesh=mesh, in_specs=P("d"), out_specs=P(), check_vma=False
@@ -171,7 +171,7 @@ def test_processes_share_the_gpus_of_their_host(
     assert chosen == list(map(int, seen))
 
 
-# ---- the handlers, without a GPU -----------------------------------------------------------------
+# ---- handlers without a GPU ----------------------------------------------------------------------
 
 
 @pytest.fixture(scope="session")
@@ -215,7 +215,7 @@ def on(ranks: int, wire: str, *names: str, kills: bool = False) -> Launch:
     )
 
 
-# A group of one sends nothing: what JAX itself does, and no custom call.
+# A group of one sends nothing: it uses JAX's own operations, without a custom call.
 ALONE = Launch(
     1, PROGRAM, "alone", names=NAMES, by=launch.processes,
     env={"XLA_PYTHON_CLIENT_PREALLOCATE": "false"},

@@ -1,7 +1,7 @@
 """torch.ops.cgx and the backend "cgx" on CUDA tensors.
 
-Without a GPU: which operators have kernels, and what fake CUDA tensors show of shapes, graphs and
-refusals. With one: the rank program says what is shown.
+Without a GPU: which operators have kernels, and shapes, graphs and errors with fake CUDA tensors.
+With a GPU: the checks of the rank program.
 """
 
 import datetime
@@ -57,25 +57,25 @@ def test_on_a_gpu(check: RankCheck) -> None:
     check.passes()
 
 
-# ---- Without -------------------------------------------------------------------------------------
+# ---- Without a GPU -------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def fake() -> Iterator[Callable[..., torch.Tensor]]:
-    """Return what makes CUDA tensors without memory; no GPU is needed for them."""
+    """Return a function that creates fake CUDA tensors, which need no GPU."""
     with FakeTensorMode():
         yield lambda *size, **options: torch.empty(*size, **{"device": CUDA, **options})
 
 
 def test_which_operators_have_kernels() -> None:
-    def serves(name: str) -> bool:
+    def has_kernel(name: str) -> bool:
         return torch._C._dispatch_has_kernel_for_dispatch_key(f"cgx::{name}", "CUDA")
 
-    assert all(map(serves, [*REDUCTIONS, "draw_seed"]))
-    assert not any(map(serves, ["carried_encode", "carried_reduce", "carried_decode"]))
+    assert all(map(has_kernel, [*REDUCTIONS, "draw_seed"]))
+    assert not any(map(has_kernel, ["carried_encode", "carried_reduce", "carried_decode"]))
 
 
-def test_no_operator_is_kept_out_of_recorded_graphs() -> None:
+def test_operators_are_allowed_in_cuda_graphs() -> None:
     for name in REDUCTIONS:
         packet, _, overload = name.partition(".")
         operator = getattr(getattr(torch.ops.cgx, packet), overload or "default")
@@ -83,7 +83,9 @@ def test_no_operator_is_kept_out_of_recorded_graphs() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_results_are_where_the_input_is(fake: Callable[..., torch.Tensor], dtype: Any) -> None:
+def test_results_are_on_the_device_of_the_input(
+    fake: Callable[..., torch.Tensor], dtype: Any
+) -> None:
     x = fake(20, 30, dtype=dtype).t()
     y = tc.allreduce(x, 4)
     assert (y.device, y.dtype, y.shape) == (CUDA, dtype, x.shape) and y.is_contiguous()
@@ -94,7 +96,7 @@ def test_results_are_where_the_input_is(fake: Callable[..., torch.Tensor], dtype
     assert torch.ops.cgx.draw_seed(fake(0)).device == CUDA
 
 
-def test_a_cpu_tensor_stays_on_the_cpu(fake: Callable[..., torch.Tensor]) -> None:
+def test_cpu_tensors_stay_on_the_cpu(fake: Callable[..., torch.Tensor]) -> None:
     assert tc.allreduce(fake(20, device="cpu")).device.type == "cpu"
 
 
@@ -131,7 +133,7 @@ def test_refused(
         call(fake)
 
 
-def test_a_seed_must_be_where_it_can_be_read() -> None:
+def test_seed_must_be_on_a_readable_device() -> None:
     options = (tc.packed(Config()), "")
     seed = torch.empty((), dtype=torch.int64, device="meta")
     with pytest.raises(ValueError, match=r"seed is on meta, x on cpu; use seed.cpu\(\)"):
@@ -143,7 +145,7 @@ def targets(graph: torch.fx.Graph) -> list[str]:
 
 
 def test_seeds_are_drawn_on_the_gpu_in_graphs(fake: Callable[..., torch.Tensor]) -> None:
-    """A number would be the same at every replay of a recorded graph."""
+    """Check this because a constant seed would repeat at every replay of a recorded graph."""
     graph = make_fx(lambda x: 2 * tc.allreduce(x), tracing_mode="fake")(fake(20)).graph
     found = targets(graph)
     wanted = ["draw_seed.default", "quantized_all_reduce_start.default", "wait_tensor.default"]
@@ -169,12 +171,12 @@ def test_export_keeps_the_operator(fake: Callable[..., torch.Tensor]) -> None:
     assert all(node.meta["val"].device == CUDA for node in results)
 
 
-# ---- A build without CUDA, and one with ----------------------------------------------------------
+# ---- Builds with and without CUDA ----------------------------------------------------------------
 
 
 @pytest.fixture(params=[False, True], ids=["without CUDA", "with CUDA"])
 def built(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Make cgx_ops.torch believe that libcgx was built so."""
+    """Simulate a libcgx built with or without CUDA."""
     for module in (work, ddp_bucket, rewrite):
         monkeypatch.setattr(
             module, "devices", lambda: ("cpu", "cuda") if request.param else ("cpu",)
@@ -189,10 +191,10 @@ def comm() -> Iterator[Communicator]:
     made.close()
 
 
-def test_which_tensors_the_backend_gives_the_core(
+def test_tensors_that_the_backend_passes_to_the_core(
     fake: Callable[..., torch.Tensor], comm: Communicator, built: bool
 ) -> None:
-    """There are no streams for what goes to the core, and no inner backend for the rest."""
+    """Check where errors come from: the core has no streams, and there is no inner backend."""
     if built and torch.version.cuda:
         pytest.skip("the tests with a GPU show it")
     how = _torch_ops.Compression(str(Config(rounding="nearest")), 0)
@@ -215,7 +217,7 @@ def test_which_tensors_the_backend_gives_the_core(
             backend.allreduce_coalesced([x, fake(600, device="cuda:1")])
 
 
-def test_start_refuses_what_the_build_lacks(
+def test_start_without_cuda_in_the_build(
     fake: Callable[..., torch.Tensor], comm: Communicator, built: bool
 ) -> None:
     x = fake(600)
@@ -227,7 +229,9 @@ def test_start_refuses_what_the_build_lacks(
             work.start(comm, "allreduce", x, fake(600, device="cpu"), Config())
 
 
-def test_the_hook_says_what_the_build_lacks(fake: Callable[..., torch.Tensor], built: bool) -> None:
+def test_hook_error_without_cuda_in_the_build(
+    fake: Callable[..., torch.Tensor], built: bool
+) -> None:
     native, carried = (
         ddp.QuantizedAllreduceState(config=Config(), carrier=carrier)
         for carrier in ("native", "c10d")
@@ -239,7 +243,7 @@ def test_the_hook_says_what_the_build_lacks(fake: Callable[..., torch.Tensor], b
     assert ("use carrier 'native'" if built else "build cgx_ops with CUDA") in problem
 
 
-def test_what_is_rewritten(
+def test_rewritten_tensors(
     fake: Callable[..., torch.Tensor], comm: Communicator, built: bool
 ) -> None:
     choice = rewrite.Choice(None, (torch.float32,), 0)

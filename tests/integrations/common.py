@@ -1,4 +1,4 @@
-"""What the rank programs share: examples, a network, what they print and what is checked of it."""
+"""Helpers of the rank programs: examples, a network, and the report that tests read."""
 
 import hashlib
 import json
@@ -9,11 +9,11 @@ from torch.utils.data import TensorDataset
 
 import cgx_ops
 
-EPOCHS, BATCH = 8, 32  # of a rank
+EPOCHS, BATCH = 8, 32  # batch of one rank
 
 
 def examples() -> TensorDataset:
-    """Return 512 points and how a linear teacher labels them."""
+    """Return 512 points with labels of a linear teacher."""
     random = torch.Generator().manual_seed(0)
     points, teacher = (torch.randn(n, 64, generator=random) for n in (512, 10))
     return TensorDataset(points, (points @ teacher.T).argmax(1))
@@ -35,8 +35,8 @@ def digest(model: nn.Module) -> str:
 def report(
     losses: list[float], model: nn.Module, resumed: nn.Module, ratio: float | None = None
 ) -> None:
-    """Print what the test reads, as its last line: conftest.Trained."""
-    if ratio is None:  # a trainer may have made groups of its own
+    """Print the report (conftest.Trained) as the last line."""
+    if ratio is None:  # a trainer may have created its own groups
         stats = cgx_ops.stats().values()
         ratio = sum(each.bytes_plain for each in stats) / sum(each.bytes_sent for each in stats)
     facts = {

@@ -1,4 +1,4 @@
-"""What the rank programs of JAX share: examples, batches, checkpoints, what they print."""
+"""Helpers of the JAX rank programs: examples, batches, checkpoints, reports."""
 
 import hashlib
 import json
@@ -13,11 +13,11 @@ from jax import NamedSharding, P
 
 import cgx_ops
 
-EPOCHS, BATCH = 6, 64  # of all ranks
+EPOCHS, BATCH = 6, 64  # batch of all ranks together
 
 
 def batches(mesh: jax.sharding.Mesh, epoch: int) -> Iterator[tuple[jax.Array, jax.Array]]:
-    """Yield an epoch's batches of 512 points, which a linear teacher labels."""
+    """Yield an epoch's batches of 512 points with labels of a linear teacher."""
     random = np.random.default_rng(0)
     points, teacher = (random.standard_normal((n, 64), np.float32) for n in (512, 10))
     labels = (points @ teacher.T).argmax(1).astype(np.int32)
@@ -28,13 +28,13 @@ def batches(mesh: jax.sharding.Mesh, epoch: int) -> Iterator[tuple[jax.Array, ja
 
 
 def save(folder: Path, tree: Any) -> None:
-    """Save a tree of arrays. Collective."""
+    """Save a tree of arrays (collective)."""
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(folder, tree)
 
 
 def restore(folder: Path, like: Any) -> Any:
-    """Return what was saved, with the shapes and the shardings of `like`. Collective."""
+    """Return a saved tree, with the shapes and the shardings of `like` (collective)."""
     shapes = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), like
     )
@@ -48,7 +48,7 @@ def _digest(tree: Any) -> str:
 
 
 def report(losses: list[float], weights: Any, resumed: Any) -> None:
-    """Print what the test reads, as its last line: conftest.Trained. Weights are replicated."""
+    """Print the report (conftest.Trained) as the last line. Weights are replicated."""
     (stats,) = (each for name, each in cgx_ops.stats().items() if name.startswith("jax:"))
     facts = {
         "losses": losses,

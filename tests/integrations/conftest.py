@@ -1,4 +1,4 @@
-"""How every trainer is tested: two ranks of a program, and what must hold of what they print."""
+"""Common test of all trainers: run a program on two ranks and check its reports."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -15,13 +15,13 @@ HERE = Path(__file__).parent
 
 @dataclass(frozen=True)
 class Trained:
-    """What a rank of a program printed.
+    """The report of a rank.
 
     Attributes:
-        losses: of each epoch or step.
-        ratio: of the bytes that its gradients are, to those that were sent.
-        digest: of the parameters of the run that went through.
-        resumed: of those of a second one that goes on from where the first saved itself half way.
+        losses: the loss of each epoch or step.
+        ratio: bytes of the gradients divided by bytes sent.
+        digest: digest of the parameters of the uninterrupted run.
+        resumed: the same for a second run, resumed from the first one's checkpoint.
     """
 
     losses: list[float]
@@ -32,13 +32,13 @@ class Trained:
 
 @pytest.fixture
 def train(tmp_path: Path) -> Callable[..., Trained]:
-    """Return what runs a program of this folder, and checks what must hold of every trainer."""
+    """Return a function that runs a program of this folder and checks its reports."""
 
     def run(
         program: str, *args: object, start: Callable[..., Sequence[str]] = launch.torchrun,
         env: dict[str, str] | None = None, **options: Any,
     ) -> Trained:  # fmt: skip
-        """Run it on two ranks in 4 bits; its first argument is a folder that is empty."""
+        """Run on two ranks in 4 bits; the first argument of the program is an empty folder."""
         options = {"env": BITS | (env or {}), "timeout": 200} | options
         outputs = start(2, HERE / program, tmp_path, *args, **options)
         first, second = (Trained(**json.loads(text.splitlines()[-1])) for text in outputs)

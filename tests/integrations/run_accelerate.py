@@ -1,6 +1,6 @@
-"""Rank program: a loop with Accelerate over the backend "cgx"; a second one resumes half way.
+"""Rank program: a loop with Accelerate over the backend "cgx"; a second run resumes halfway.
 
-run_accelerate.py FOLDER [power_sgd]: with Accelerate's own PowerSGD instead, which is torch's.
+run_accelerate.py FOLDER [power_sgd]: uses Accelerate's own PowerSGD (torch's) instead.
 """
 
 # pyright: reportMissingImports=false, reportArgumentType=false
@@ -28,7 +28,7 @@ _POWER_SGD = DistributedDataParallelKwargs(
 
 
 def train(folder: Path, first: int = 0, power_sgd: bool = False) -> tuple[nn.Module, list[float]]:
-    """Train from epoch `first`, of which there is a checkpoint unless it is 0."""
+    """Train from epoch `first`, with its checkpoint unless it is 0."""
     dataloader_config = DataLoaderConfiguration(use_seedable_sampler=True, data_seed=0)
     handlers = [_POWER_SGD] if power_sgd else []
     accelerator = Accelerator(

@@ -1,4 +1,4 @@
-"""Rank program: DeepSpeed's engine over the backend "cgx"; a second one resumes half way.
+"""Rank program: DeepSpeed's engine over the backend "cgx"; a second run resumes halfway.
 
 run_deepspeed.py FOLDER STAGE: a stage of ZeRO.
 """
@@ -19,7 +19,7 @@ from cgx_ops import Config
 
 
 def train(folder: Path, stage: int, first: int = 0) -> tuple[nn.Module, list[float]]:
-    """Train from epoch `first`, of which there is a checkpoint unless it is 0."""
+    """Train from epoch `first`, with its checkpoint unless it is 0."""
     config = {
         "train_micro_batch_size_per_gpu": BATCH,
         "optimizer": {"type": "Adam", "params": {"lr": 1e-3, "torch_adam": True}},

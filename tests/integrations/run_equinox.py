@@ -17,7 +17,7 @@ from cgx_ops import Rules
 
 
 def train(folder: Path, first: int = 0) -> tuple[Any, list[float]]:
-    """Train from epoch `first`, of which there is a checkpoint unless it is 0."""
+    """Train from epoch `first`, with its checkpoint unless it is 0."""
     mesh = jax.make_mesh((jax.device_count(),), ("data",))
     model = eqx.nn.MLP(64, 10, width_size=256, depth=2, key=jax.random.key(0))
     weights, static = eqx.partition(model, eqx.is_array)

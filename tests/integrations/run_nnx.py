@@ -27,7 +27,7 @@ class Classifier(nnx.Module):
 
 
 def train(folder: Path, first: int = 0) -> tuple[Any, list[float]]:
-    """Train from epoch `first`, of which there is a checkpoint unless it is 0."""
+    """Train from epoch `first`, with its checkpoint unless it is 0."""
     mesh = jax.make_mesh((jax.device_count(),), ("data",))
     model = Classifier(nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)

@@ -63,7 +63,7 @@ def train(settings: dict[str, Any]) -> None:
 
 
 def facts(losses: list[float], model: nn.Module) -> dict[str, Any]:
-    """Return what the test reads; Ray keeps that of rank 0."""
+    """Return the values for the test's report; Ray keeps those of rank 0."""
     digests = [""] * dist.get_world_size()
     dist.all_gather_object(digests, digest(model))
     ratio = cgx_ops.stats()["0"].ratio  # "0" is torch's name of the default group

@@ -15,7 +15,7 @@ _WORDS, _LENGTH, _STEPS = 64, 16, 60
 
 
 def sequences() -> list[dict[str, torch.Tensor]]:
-    """Return texts that count up, each from another word."""
+    """Return texts that count up, each from a different word."""
     texts = (torch.arange(first, first + _LENGTH) % _WORDS for first in range(_WORDS))
     return [{"input_ids": text, "labels": text} for text in texts]
 

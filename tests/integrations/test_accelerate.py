@@ -8,7 +8,7 @@ from support import launch
 pytest.importorskip("accelerate")
 
 
-def test_training_resumes_to_the_bit(train: Callable) -> None:
+def test_training_resumes_bitwise_equal(train: Callable) -> None:
     trained = train("run_accelerate.py", start=launch.mpirun)
     assert trained.resumed == trained.digest
 

@@ -8,6 +8,6 @@ pytest.importorskip("deepspeed")
 
 
 @pytest.mark.parametrize("stage", [0, 1])
-def test_training_resumes_to_the_bit(train: Callable, stage: int) -> None:
+def test_training_resumes_bitwise_equal(train: Callable, stage: int) -> None:
     trained = train("run_deepspeed.py", stage, env={"DS_ACCELERATOR": "cpu"})
     assert trained.resumed == trained.digest

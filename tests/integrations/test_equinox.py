@@ -8,6 +8,6 @@ from support import launch
 pytest.importorskip("equinox")
 
 
-def test_training_resumes_to_the_bit(train: Callable) -> None:
+def test_training_resumes_bitwise_equal(train: Callable) -> None:
     trained = train("run_equinox.py", start=launch.torchrun)
     assert trained.resumed == trained.digest

@@ -15,7 +15,7 @@ HERE = Path(__file__).parent
 
 
 @pytest.mark.timeout(700)
-def test_training_resumes_to_the_bit(tmp_path: Path) -> None:
+def test_training_resumes_bitwise_equal(tmp_path: Path) -> None:
     path = os.pathsep.join([str(HERE), launch.python_path()])
     ended = subprocess.run(
         [sys.executable, HERE / "run_ray.py", tmp_path],

@@ -1,4 +1,4 @@
-"""The guides to trainers and Ray show lines of the programs that are tested here, and no others."""
+"""The code in the guides to trainers and Ray is part of the tested programs."""
 
 import re
 from pathlib import Path
@@ -8,7 +8,7 @@ GUIDES = HERE.parents[1] / "docs/guides"
 PAGES = ("trainers.md", "ray.md")
 
 
-def test_recipes_are_what_is_tested() -> None:
+def test_recipes_equal_the_tested_programs() -> None:
     shown = set()
     for page in PAGES:
         for section in re.split(r"\n## (?=.*\n)", (GUIDES / page).read_text()):

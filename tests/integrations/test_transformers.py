@@ -7,6 +7,6 @@ import pytest
 pytest.importorskip("transformers")
 
 
-def test_training_resumes_to_the_bit(train: Callable) -> None:
+def test_training_resumes_bitwise_equal(train: Callable) -> None:
     trained = train("run_transformers.py")
     assert trained.resumed == trained.digest

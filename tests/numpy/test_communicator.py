@@ -1,4 +1,4 @@
-"""The numpy face of communicators: arguments, results, lifetimes. Values: test_collectives."""
+"""The numpy API of communicators: arguments, results, lifetimes. Values: test_collectives."""
 
 import gc
 from collections.abc import Callable
@@ -38,7 +38,7 @@ def test_one_rank_is_the_identity() -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("shape", [(), (0,), (7,), (3, 0, 2), (3, 5)])
-def test_result_has_the_input_s_shape_and_dtype(dtype: str, shape: tuple[int, ...]) -> None:
+def test_result_has_the_shape_and_dtype_of_the_input(dtype: str, shape: tuple[int, ...]) -> None:
     pytest.importorskip("ml_dtypes")
     values = np.ones(shape, dtype)
 
@@ -50,7 +50,7 @@ def test_result_has_the_input_s_shape_and_dtype(dtype: str, shape: tuple[int, ..
         assert (result.astype(np.float32) == 2).all()
 
 
-def test_views_are_reduced_as_what_they_show() -> None:
+def test_views_are_reduced_by_their_elements() -> None:
     base = np.arange(24, dtype=np.float32).reshape(4, 6)
     for view in (base.T, base[::2], base[:, ::-1], np.broadcast_to(base[0], (3, 6))):
         np.testing.assert_array_equal(_world(view), view)
@@ -82,7 +82,7 @@ def test_out_receives_the_result() -> None:
     ],
     ids=lambda values: str(np.asarray(values).dtype),
 )
-def test_other_dtypes_are_refused_with_the_remedy(values: Any) -> None:
+def test_other_dtypes_raise_with_the_remedy(values: Any) -> None:
     with pytest.raises(Unsupported, match=r"only float32.*astype"):
         _world(values)
     with pytest.raises(TypeError):
@@ -141,10 +141,10 @@ _READ_ONLY.flags.writeable = False
         (lambda: cgx_ops.dequantize(b"", -1), "numel is -1"),
     ],
 )
-def test_wrong_arguments_are_refused(call: Callable[[], object], says: str) -> None:
+def test_wrong_arguments_raise(call: Callable[[], object], says: str) -> None:
     with pytest.raises(InvalidArgument, match=says):
         call()
-    np.testing.assert_array_equal(_world(_BASE), _BASE)  # all is well afterwards
+    np.testing.assert_array_equal(_world(_BASE), _BASE)  # the communicator still works
 
 
 def test_reduce_scatter_and_all_gather_work_on_the_first_axis() -> None:
@@ -159,8 +159,8 @@ def test_reduce_scatter_and_all_gather_work_on_the_first_axis() -> None:
     threads(3, run)
 
 
-def test_segments_of_nothing() -> None:
-    """An empty array has a place in memory, and others' values behind it."""
+def test_empty_segments() -> None:
+    """An empty array has an address, and memory of other arrays follows it."""
     everything = np.arange(12, dtype=np.float32)
 
     def run(_rank: int, comm: Communicator) -> None:
@@ -174,7 +174,7 @@ def test_segments_of_nothing() -> None:
     np.testing.assert_array_equal(everything, np.arange(12))
 
 
-def test_segments_have_their_own_bits_and_leave_the_rest_alone() -> None:
+def test_segments_have_separate_bits() -> None:
     values = np.random.default_rng(0).standard_normal(1000).astype(np.float32)
     segments = [
         Segment(0, 100, Config(bits=32)),
@@ -195,7 +195,7 @@ def test_segments_have_their_own_bits_and_leave_the_rest_alone() -> None:
     threads(2, run)
 
 
-def test_noise_changes_with_every_call_and_repeats_with_every_run() -> None:
+def test_noise_differs_between_calls_and_repeats_in_runs() -> None:
     values = np.random.default_rng(1).standard_normal(4096).astype(np.float32)
 
     def run(_rank: int, comm: Communicator) -> list[np.ndarray]:
@@ -213,7 +213,7 @@ def test_noise_changes_with_every_call_and_repeats_with_every_run() -> None:
 
 @pytest.mark.parametrize("name", ["", "layer"])
 @pytest.mark.parametrize("config", [Config(bits=2), Config(bits=2, rounding="nearest")])
-def test_repeated_calls_have_the_results_of_first_ones(config: Config, name: str) -> None:
+def test_repeated_calls_give_the_same_results(config: Config, name: str) -> None:
     values = [np.random.default_rng(rank).standard_normal(1000, np.float32) for rank in range(2)]
 
     def repeated(rank: int, comm: Communicator) -> list[bytes]:
@@ -230,7 +230,7 @@ def test_repeated_calls_have_the_results_of_first_ones(config: Config, name: str
     assert len(set(found[0])) == (4 if config.draws else 1)
 
 
-def test_a_repeated_call_refuses_what_a_first_one_refuses() -> None:
+def test_repeated_calls_raise_the_same_errors() -> None:
     base, config = np.arange(8, dtype=np.float32), Config(bits=4)
     comm = cgx_ops.init()
     out = np.empty(4, np.float32)
@@ -267,7 +267,7 @@ def test_requests_may_be_awaited_twice_or_dropped() -> None:
     threads(2, run)
 
 
-def test_a_rank_that_never_calls_ends_the_others_at_the_deadline() -> None:
+def test_missing_rank_raises_at_the_deadline() -> None:
     def run(rank: int, comm: Communicator) -> None:
         if rank == 0:
             values = np.ones(100, np.float32)
@@ -296,7 +296,7 @@ def test_registry_and_close() -> None:
 
 
 @pytest.mark.parametrize("text", ["0", "-64", "1048577", "64MB"])
-def test_a_fusion_buffer_of_no_size(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_fusion_buffer_size(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CGX_FUSION_BUFFER_SIZE_MB", text)
     says = f'CGX_FUSION_BUFFER_SIZE_MB="{text}": give an integer from 1 to 1048576'
     with pytest.raises(InvalidArgument, match=says):

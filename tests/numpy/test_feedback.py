@@ -1,8 +1,8 @@
-"""Error feedback on numpy arrays: what compression loses is added to the next call's values.
+"""Error feedback on numpy arrays: the quantization error is added to the next call's values.
 
-1. against the oracle to the bit
-2. over many steps nothing is given up, whatever the compressor and the algorithm
-3. bad residuals, and compressors that cannot have any
+1. comparison with the oracle, bit for bit
+2. conservation over many steps, for all compressors and algorithms
+3. invalid residuals, and compressors that do not support any
 """
 
 from dataclasses import replace
@@ -34,8 +34,8 @@ def values(rank: int, step: int, numel: int, dtype: str = "float32") -> npt.NDAr
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
-def test_two_calls_as_the_oracle_makes_them(size: int, dtype: str) -> None:
-    """The second takes what the first has lost; in place, and not."""
+def test_two_calls_equal_the_oracle(size: int, dtype: str) -> None:
+    """Use the first call's residual in the second; in place, and not."""
     config = Config(2, 128, "nearest")
     numels = [numel for numel in SIZES if size <= 4 or numel < 2**20]
 
@@ -66,8 +66,8 @@ def test_two_calls_as_the_oracle_makes_them(size: int, dtype: str) -> None:
             call += 1
 
 
-def test_segments_have_their_residuals() -> None:
-    """What lies in no segment is left alone; a started call does the same."""
+def test_segments_have_separate_residuals() -> None:
+    """Check that elements outside segments are unchanged, also for a started call."""
     config = Config(rounding="nearest")
     segments = [
         Segment(10, 600, config.with_own(bits=3)),
@@ -96,9 +96,9 @@ def test_segments_have_their_residuals() -> None:
     "knobs", [{"compressor": "levels", "bits": 1}, {"compressor": "topk"}], ids=str
 )
 def test_a_residual_stays_finite(knobs: dict[str, Any], dtype: str, algorithm: Any) -> None:
-    """What is pending of values near the dtype's largest would exceed it: it is that then."""
+    """Check that residuals near the dtype's largest number are limited to it."""
     size, numel, most = 4, 600, float(ml_dtypes.finfo(DTYPES[dtype]).max)
-    # Of fp32 a sum of four such is too large: bf16's are half of that.
+    # A sum of four such values overflows fp32, so bf16's values are half as large.
     most /= 1 if dtype == "float16" else 16
     config = Config(algorithm=algorithm, **knobs)
     steps = [
@@ -139,7 +139,7 @@ ROUTES = ("one_shot", "sra", "ring")
 
 
 def conserved(size: int, numel: int, op: Any, config: Config) -> None:
-    """Check that over many calls inputs are the results, as sums, and the last residuals."""
+    """Check that over many calls inputs equal the results, as sums, plus the last residuals."""
 
     def rank_of(rank: int, comm: Communicator) -> Any:
         return conservation.run(comm, op, config, conservation.of_numpy(comm, op, config), numel)
@@ -167,13 +167,13 @@ def conserved(size: int, numel: int, op: Any, config: Config) -> None:
 def test_conservation(
     size: int, numel: int, algorithm: Any, op: Any, knobs: dict[str, Any]
 ) -> None:
-    """Over 50 steps: the inputs are the results (as sums) and the last residuals."""
+    """Check over 50 steps that inputs equal the results (as sums) plus the last residuals."""
     conserved(size, numel, op, Config(algorithm=algorithm, **knobs))
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("knobs", conservation.FED_BACK, ids=str)
-def test_no_compressor_gives_anything_up(knobs: dict[str, Any], size: int) -> None:
+def test_conservation_of_all_compressors(knobs: dict[str, Any], size: int) -> None:
     uncut = knobs.get("compressor") == "threshold"
     for algorithm in ROUTES[:1] if uncut else ROUTES:
         config = Config(algorithm=algorithm, **knobs)
@@ -181,7 +181,7 @@ def test_no_compressor_gives_anything_up(knobs: dict[str, Any], size: int) -> No
 
 
 def test_two_bits_with_feedback_reach_the_mean() -> None:
-    """Without feedback nearest rounding to 2 bits is off by the same amount for ever."""
+    """Check the mean; without feedback, nearest rounding to 2 bits keeps a constant error."""
     numel, steps = 2048, 64
     config = Config(2, 512, "nearest", algorithm="sra")
 
@@ -210,12 +210,12 @@ def test_two_bits_with_feedback_reach_the_mean() -> None:
         ([0.0] * 100, "residual is a list"),
     ],
 )
-def test_a_residual_that_does_not_fit(residual: Any, says: str) -> None:
+def test_invalid_residuals(residual: Any, says: str) -> None:
     with pytest.raises(InvalidArgument, match=says):
         cgx_ops.allreduce(np.ones(100, np.float32), residual=residual)
 
 
-def test_a_residual_needs_memory_of_its_own() -> None:
+def test_residual_must_not_share_memory() -> None:
     x, out = np.ones((2, 100), np.float32)
     with pytest.raises(InvalidArgument, match="residual overlaps"):
         cgx_ops.allreduce(x, residual=x)
@@ -263,7 +263,7 @@ def test_only_sums_have_residuals() -> None:
     ],
 )
 @pytest.mark.parametrize("size", [1, 2])
-def test_a_compressor_that_would_diverge_has_no_residual(
+def test_diverging_compressors_reject_residuals(
     knobs: dict[str, Any], says: str, size: int
 ) -> None:
     def run(rank: int, comm: Communicator) -> None:
@@ -278,9 +278,10 @@ def test_a_compressor_that_would_diverge_has_no_residual(
 
 @pytest.mark.parametrize(("rotation", "late"), [(None, 0.3), (32, 0.1)])
 def test_two_bits_of_levels_with_feedback_reach_the_mean(rotation: int | None, late: float) -> None:
-    """What is late after 100 steps: less than `late` of what is lost without feedback for ever.
+    """Check the pending part after 100 steps: less than `late` of the error without feedback.
 
-    A value of several times its bucket's root mean square waits for its turn; rotated, for less.
+    A value of several times its bucket's root mean square waits for several steps; with rotation,
+    for fewer.
     """
     numel, steps = 4096, 100
     config = Config(2, compressor="levels", algorithm="sra", rotation=rotation)

@@ -1,7 +1,7 @@
-"""Error feedback of a reduce_scatter: what a rank loses, it loses of its own values.
+"""Error feedback of a reduce_scatter: each rank gets the quantization error of its inputs.
 
-1. a rank's residual is what its encoding of other ranks' blocks loses, and zero in its own block
-2. over many steps nothing is given up, by any compressor
+1. a rank's residual is the error of encoding other ranks' blocks, and zero in its own block
+2. conservation over many steps, for all compressors
 3. bad residuals
 """
 
@@ -29,8 +29,8 @@ def name_of(config: Config) -> str:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_a_rank_keeps_what_its_encodings_lose(size: int) -> None:
-    """As quantize() and dequantize() make them, of each segment of each block."""
+def test_residual_is_the_quantization_error(size: int) -> None:
+    """Compare with quantize() and dequantize() of each segment of each block."""
     config = Config(bits=1, compressor="levels", bucket_size=64)
     segments = [
         Segment(at, numel, config.with_own(bits=bits))
@@ -54,7 +54,7 @@ def test_a_rank_keeps_what_its_encodings_lose(size: int) -> None:
                     encoded = cgx_ops.quantize(whole, config, bits=bits)
                     want = whole - cgx_ops.dequantize(encoded, numel, config=config, bits=bits)
                 assert residual[place].tobytes() == want.tobytes(), (rank, block, at)
-            # What lies in no segment is left alone.
+            # Elements outside segments are unchanged.
             assert np.array_equal(residual[block, 650:660], old[block, 650:660])
 
 
@@ -62,7 +62,7 @@ def test_a_rank_keeps_what_its_encodings_lose(size: int) -> None:
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("op", ["sum", "avg"])
 def test_conservation(op: Any, size: int, config: Config) -> None:
-    """Over 50 steps: the inputs are the results (as sums) and the last residuals."""
+    """Check over 50 steps that inputs equal the results (as sums) plus the last residuals."""
     steps = 50
 
     def rank_of(rank: int, comm: Communicator) -> tuple[Any, Any, Any]:
@@ -84,8 +84,8 @@ def test_conservation(op: Any, size: int, config: Config) -> None:
     given_up -= np.sum([residual for _, residual, _ in results], axis=0, dtype=np.float64)
     for rank, (total, *_) in enumerate(results):
         given_up[rank] -= total
-    # In a step each rank's value passes at most size + 3 operations of fp32, each off by 2^-24 of a
-    # number that is no larger than all ranks' inputs, residuals and results together.
+    # In a step each rank's value passes at most size + 3 operations of fp32, each off by 2^-24 of
+    # at most the sum of all ranks' inputs, residuals and results.
     bound = np.sum([largest for *_, largest in results], axis=0) + 6 * size
     assert (np.abs(given_up) <= steps * (size + 3) * 2.0**-24 * bound).all()
     assert any(residual.any() for _, residual, _ in results) == (size > 1)

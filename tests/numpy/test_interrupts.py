@@ -1,7 +1,7 @@
 """Exceptions of signal handlers (Ctrl-C) in and around collectives of numpy arrays.
 
-The core must not write to memory that Python has freed, wherever the exception strikes; a wait
-notices signals; and the process, its communicator and the collective go on.
+The core must not write to memory that Python has freed, wherever the exception is raised. A wait
+must react to signals. The process, its communicator and the collective must continue.
 """
 
 import contextlib
@@ -26,18 +26,17 @@ from cgx_ops import CgxError, Communicator, Config, Request, _numpy_ops
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
 EXACT = Config(bits=32)
-NUMEL = 50_000  # larger than what travels with the header
+NUMEL = 50_000  # larger than the part sent with the header
 
 
 class Stop(BaseException):
-    """What a signal handler raises."""
+    """The exception that a signal handler raises."""
 
 
 def _raise_at(step: int, call: Callable[[], object]) -> bool:
-    """Run call() with Stop raised before the step-th bytecode of the code that starts and waits.
+    """Call a function and raise Stop before the step-th bytecode of starting and waiting.
 
-    Returns:
-        Whether it got there.
+    Returns whether that bytecode was reached.
     """
     steps = iter(range(step + 1))
 
@@ -71,10 +70,10 @@ def _interrupt_everywhere(
     peer_first: bool,
     steps: int,
 ) -> None:
-    """Interrupt act(comm, source, out) at every step, and look at what becomes of the arrays.
+    """Interrupt act(comm, source, out) at every step, and check the arrays.
 
-    raise_at(step, call) tells whether the call got there. peer_first: the other rank has started,
-    so act can end.
+    raise_at(step, call) returns whether the call reached that step. peer_first: the other rank has
+    started, so that act can end.
     """
     kept = 0
     for step in range(steps):
@@ -92,11 +91,11 @@ def _interrupt_everywhere(
         assert alive[0] == alive[1]
         kept += alive[0]
         request_of_peer = request_of_peer or second.allreduce_async(theirs, config=EXACT)
-        if interrupted and not alive[0]:  # then nothing may have been started
+        if interrupted and not alive[0]:  # in this case nothing may have been started
             time.sleep(0.002)
             assert not request_of_peer.done()
         first.close()
-        with contextlib.suppress(CgxError):  # it was not started, or not over yet
+        with contextlib.suppress(CgxError):  # not started, or not complete
             assert (request_of_peer.wait() == 3).all()
         second.close()
         _numpy_ops.collect_dropped()
@@ -114,7 +113,7 @@ def test_a_start_may_be_interrupted_anywhere() -> None:
 
 @pytest.fixture
 def alarm() -> Iterator[Callable[[float], None]]:
-    """Give a function after whose seconds a signal handler raises Stop in the main thread."""
+    """Yield a function that makes a signal handler raise Stop after some seconds."""
 
     def handler(_signal: int, _frame: FrameType | None) -> None:
         raise Stop
@@ -146,7 +145,7 @@ def _start_and_wait(comm: Communicator, source: np.ndarray, out: np.ndarray) -> 
 
 
 @pytest.mark.parametrize("act", [_call, _start_and_wait])
-def test_a_wait_notices_signals_and_the_collective_goes_on(
+def test_wait_reacts_to_signals_and_collective_continues(
     act: Callable[..., np.ndarray], alarm: Callable[[float], None]
 ) -> None:
     first, second = Communicator.local(2, timeout=20)
@@ -154,7 +153,7 @@ def test_a_wait_notices_signals_and_the_collective_goes_on(
     alarm(0.05)
     with pytest.raises(Stop):
         act(first, np.ones(NUMEL, np.float32), out)
-    assert not first.closed  # as it would be after its deadline
+    assert not first.closed  # its deadline would close it
     assert (second.allreduce(np.full(NUMEL, 2, np.float32), config=EXACT) == 3).all()
     going = first.allreduce_async(np.ones(NUMEL, np.float32), config=EXACT)
     assert (second.allreduce(np.full(NUMEL, 2, np.float32), config=EXACT) == 3).all()
@@ -174,7 +173,7 @@ def test_an_interrupted_wait_may_be_repeated(alarm: Callable[[float], None]) -> 
 
 
 def test_making_a_communicator_may_be_interrupted(alarm: Callable[[float], None]) -> None:
-    """The handler runs as the next exchange begins, before the first line of any allgather."""
+    """Run the handler when the next exchange begins, before the first line of any allgather."""
     blobs: dict[tuple[int, int], bytes] = {}
     written = threading.Condition()
 
@@ -187,7 +186,7 @@ def test_making_a_communicator_may_be_interrupted(alarm: Callable[[float], None]
                 blobs[step, rank] = mine
                 written.notify_all()
                 assert written.wait_for(lambda: (step, 1 - rank) in blobs, 3), "rank 0 is gone"
-            if step == 1 and rank == 0:  # now it waits until rank 1 comes to meet it
+            if step == 1 and rank == 0:  # rank 0 now waits until rank 1 connects
                 alarm(0.2)
             elif step == 1:
                 time.sleep(1)
@@ -206,11 +205,11 @@ def test_making_a_communicator_may_be_interrupted(alarm: Callable[[float], None]
     other.join()
 
 
-def test_a_process_that_was_interrupted_ends() -> None:
+def test_interrupted_process_exits() -> None:
     script = (
         "import os, signal, threading, numpy as np\n"
         "from cgx_ops import Communicator\n"
-        # A shell ignores it for its jobs in the background, and they pass that on.
+        # A shell ignores SIGINT for background jobs, which inherit this.
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "first, second = Communicator.local(2)\n"
         "threading.Timer(.1, os.kill, (os.getpid(), signal.SIGINT)).start()\n"
@@ -222,8 +221,8 @@ def test_a_process_that_was_interrupted_ends() -> None:
 
 
 @pytest.mark.parametrize("again", [False, True])
-def test_a_process_ends_while_its_daemon_threads_wait(again: bool) -> None:
-    """Python ends such a thread wherever it asks for Python's lock: no C++ may be in between."""
+def test_process_exits_while_daemon_threads_wait(again: bool) -> None:
+    """Python ends such a thread when it requests the GIL: there must be no C++ frame."""
     script = (
         "import threading, time, numpy as np\n"
         "from cgx_ops import Communicator, Config\n"
@@ -254,7 +253,7 @@ def test_several_threads_may_wait_for_one_request() -> None:
     for thread in waiting:
         thread.start()
     for _ in range(10):
-        assert not mine.done()  # at once, though others wait
+        assert not mine.done()  # immediately, although others wait
     theirs = second.allreduce_async(np.ones(NUMEL, np.float32), config=EXACT)
     for thread in waiting:
         thread.join()

@@ -1,9 +1,9 @@
-"""What a call may say of each of its segments: where it is, its seed, what it lost; and refusals.
+"""Settings of single segments: address, seed, residual; and calls that a rank rejects.
 
 1. calls of the C interface, by threads as ranks
 2. results and residuals, against the oracle to the bit
 3. bad lists
-4. refusals
+4. rejected calls
 """
 
 import ctypes
@@ -38,7 +38,7 @@ def pointers(arrays: Sequence[npt.NDArray[Any]]) -> Any:
 
 
 def call_of(comm: Communicator, dtype: str, **fields: Any) -> structs.Collective:
-    """Return an allreduce of NUMELS elements, of which `fields` say the rest."""
+    """Return an allreduce of NUMELS elements with these `fields`."""
     segments = (structs.Segment * len(NUMELS))(
         *(structs.Segment(0, n, 512, bits) for n, bits in zip(NUMELS, BITS, strict=True))
     )
@@ -49,7 +49,7 @@ def call_of(comm: Communicator, dtype: str, **fields: Any) -> structs.Collective
 
 
 def inputs(rank: int, dtype: str, scale: float = 1) -> list[npt.NDArray[Any]]:
-    """Return one array a segment, each where it happens to be."""
+    """Return one array per segment, at unrelated addresses."""
     random = np.random.default_rng(rank)
     return [(random.standard_normal(n) * scale).astype(DTYPES[dtype]) for n in NUMELS]
 
@@ -69,7 +69,7 @@ def run(
 
 
 def old_residuals(rank: int, dtype: str) -> list[Any]:
-    """Return what a rank has not sent yet: other numbers than its inputs."""
+    """Return a rank's residuals before the call, which differ from its inputs."""
     return inputs(100 + rank, dtype, scale=0.1)
 
 
@@ -78,7 +78,7 @@ def old_residuals(rank: int, dtype: str) -> list[Any]:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_segments_anywhere(size: int, dtype: str, algorithm: Any, op: Any) -> None:
-    """Lists of pointers, a seed for each segment, a divisor and residuals, all to the bit."""
+    """Use lists of pointers, a seed per segment, a divisor and residuals; compare bit for bit."""
     divisor = 2 * size
 
     def rank_of(rank: int, comm: Communicator) -> tuple[Any, Any]:
@@ -107,8 +107,8 @@ def test_segments_anywhere(size: int, dtype: str, algorithm: Any, op: Any) -> No
 
 @pytest.mark.parametrize("verb", tables.VERBS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_one_rank_divides_what_it_averages(dtype: str, verb: str) -> None:
-    """The sum over one rank is its own values; an average of them still has its divisor."""
+def test_single_rank_divides_averages(dtype: str, verb: str) -> None:
+    """The sum over one rank is its own values, but an average still has its divisor."""
     comm = Communicator.local(1)[0]
     x = inputs(0, dtype)[0]
     for divisor in (0, 1, 3):
@@ -128,7 +128,7 @@ def test_one_rank_divides_what_it_averages(dtype: str, verb: str) -> None:
 @pytest.mark.parametrize("algorithm", ["sra", "one_shot", "ring"])
 @pytest.mark.parametrize("op", ["sum", "avg"])
 def test_conservation(op: Any, algorithm: Any) -> None:
-    """Inputs and old residuals are the result and the new residuals, to the rounding of fp32."""
+    """Check that inputs plus old residuals equal results plus new ones, up to fp32 rounding."""
     size = 3
 
     def rank_of(rank: int, comm: Communicator) -> tuple[Any, Any]:
@@ -146,14 +146,14 @@ def test_conservation(op: Any, algorithm: Any) -> None:
         lost = sum(residuals[i].astype(np.float64) for _, residuals in results)
         total = results[0][0][i].astype(np.float64) * (size if op == "avg" else 1)
         # Each value passes at most 2 (size + 3) fp32 operations (sums, a quotient, differences, a
-        # product), each off by 2^-24 of a value of at most `largest`.
+        # product), each off by 2^-24 of at most `largest`.
         largest = sum(np.abs(values).max(initial=0) for values in given)
         bound = 2 * (size + 3) * 2.0**-24 * 2 * largest
         assert np.abs(exact - total - lost).max(initial=0) <= bound
 
 
-def test_what_is_not_finite_is_not_kept() -> None:
-    """A NaN makes its bucket's result NaN, and leaves no residual to poison the next call."""
+def test_nan_does_not_enter_residuals() -> None:
+    """Check that a NaN makes its bucket's result NaN, but not the residual."""
 
     def rank_of(rank: int, comm: Communicator) -> tuple[Any, Any]:
         xs = inputs(rank, "float32")
@@ -170,8 +170,8 @@ def test_what_is_not_finite_is_not_kept() -> None:
         assert all(np.isfinite(residual).all() for residual in residuals)
 
 
-def test_lists_meet_one_buffer() -> None:
-    """Where values lie is each rank's own business."""
+def test_lists_match_a_single_buffer() -> None:
+    """Use a list on one rank and a single buffer on another: addresses need not match."""
 
     def rank_of(rank: int, comm: Communicator) -> npt.NDArray[Any]:
         xs = inputs(rank, "float32")
@@ -244,8 +244,8 @@ def test_a_divisor_must_be_the_same() -> None:
     ],
     ids=str,
 )
-def test_what_segments_take_from_the_call_must_be_the_same(own: int, other: Any) -> None:
-    """Whichever of them has a compressor of its own."""
+def test_inherited_settings_of_segments_must_match(own: int, other: Any) -> None:
+    """Also if some segments have another compressor."""
 
     def rank_of(rank: int, comm: Communicator) -> None:
         config = Config(**(other if rank else {}))
@@ -257,7 +257,7 @@ def test_what_segments_take_from_the_call_must_be_the_same(own: int, other: Any)
     launch.threads(2, rank_of)
 
 
-def test_lists_of_one_side_leave_the_other_a_buffer() -> None:
+def test_list_on_one_side_requires_a_buffer_on_the_other() -> None:
     comm = Communicator.local(2)[0]
     for side, missing in (("inputs", "output"), ("outputs", "input")):
         call = call_of(comm, "float32")
@@ -266,7 +266,7 @@ def test_lists_of_one_side_leave_the_other_a_buffer() -> None:
             library.call("cgx_run", byref(call))
 
 
-# ---- 4. refusals ---------------------------------------------------------------------------------
+# ---- 4. rejected calls ---------------------------------------------------------------------------
 
 
 def refuse(comm: Communicator, name: str, text: str) -> None:
@@ -275,8 +275,8 @@ def refuse(comm: Communicator, name: str, text: str) -> None:
 
 
 @pytest.mark.parametrize("refusing", [(0,), (2,), (0, 1), (0, 1, 2)])
-def test_a_refusal_ends_the_call_everywhere(refusing: tuple[int, ...]) -> None:
-    """And nothing else: the communicator serves on, that name too."""
+def test_rejected_call_fails_on_all_ranks(refusing: tuple[int, ...]) -> None:
+    """Check that only the call fails: the communicator and the name remain usable."""
 
     def rank_of(rank: int, comm: Communicator) -> None:
         x = np.ones(1000, np.float32)
@@ -294,8 +294,8 @@ def test_a_refusal_ends_the_call_everywhere(refusing: tuple[int, ...]) -> None:
     launch.threads(3, rank_of)
 
 
-def test_what_is_too_long_ends_with_a_character() -> None:
-    """Python's exceptions carry no half of one."""
+def test_long_errors_are_cut_between_characters() -> None:
+    """Python's exceptions cannot contain a part of a character."""
 
     def rank_of(rank: int, comm: Communicator) -> None:
         for start in ("", "a"):
@@ -309,7 +309,7 @@ def test_what_is_too_long_ends_with_a_character() -> None:
     launch.threads(2, rank_of)
 
 
-def test_a_refusal_needs_a_reason() -> None:
+def test_rejection_requires_a_reason() -> None:
     comm = Communicator.local(2)[0]
     call = structs.Collective(comm=comm.id, name=b"x", occurrence=-1)
     for status, text, says in (
@@ -322,7 +322,7 @@ def test_a_refusal_needs_a_reason() -> None:
 
 
 def test_exact_sums() -> None:
-    """cgx_sum adds in order, in fp32."""
+    """Check that cgx_sum adds in order, in fp32."""
     values = [inputs(rank, "float16", 1000)[0] for rank in range(3)]
     total = np.empty(len(values[0]), np.float32)
     lists = pointers(values)

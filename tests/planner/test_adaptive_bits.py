@@ -1,4 +1,4 @@
-"""AdaptiveBits: when it decides, what it counts, what keeps bits from changing. No framework."""
+"""AdaptiveBits: when it decides, which samples count, and what keeps bits stable."""
 
 import pickle
 from dataclasses import replace
@@ -12,13 +12,13 @@ from cgx_ops.planner.adaptive import LAG, Sample
 
 NAMES, NUMELS = ("a", "b", "c"), (1000, 50_000, 2000)
 CONFIG = Config(bits=4, rounding="nearest")
-SPREAD = (9.0, 0.1, 400.0)  # losses a value
+SPREAD = (9.0, 0.1, 400.0)  # losses per value
 
 
 def _fed(
     bits: AdaptiveBits, losses: list[tuple[float, ...]], first: int = 0
 ) -> list[dict[str, int]]:
-    """Return the bits of each step, of which every one gives a sample."""
+    """Return the bits of each step; every step gives a sample."""
     found = []
     for step, each in enumerate(losses, first):
         bits.advance(step, CONFIG)
@@ -33,7 +33,7 @@ def _allocated(losses: tuple[float, ...]) -> dict[str, int]:
     return dict(zip(NAMES, allocate_bits(statistics, NUMELS, config=CONFIG), strict=True))
 
 
-def test_it_decides_by_the_mean_and_a_lag_later() -> None:
+def test_decides_by_the_mean_after_a_lag() -> None:
     twice = tuple(2 * x for x in SPREAD)
     nothing = (0.0,) * 3
     found = _fed(AdaptiveBits(every=4, samples=4), [SPREAD, twice, SPREAD, twice, nothing, nothing])
@@ -46,7 +46,7 @@ def test_samples_are_spread_over_the_period() -> None:
     assert [step for step in range(100) if bits.measures(step)] == list(range(0, 100, 10))
 
 
-def test_what_is_not_finite_or_zero_is_not_counted() -> None:
+def test_nonfinite_and_zero_samples_are_ignored() -> None:
     nan, zero = (float("nan"), 1.0, 1.0), (0.0, 0.0, 0.0)
     bits = AdaptiveBits(every=3, samples=3)
     _fed(bits, [nan, SPREAD, zero, nan, nan])
@@ -56,24 +56,24 @@ def test_what_is_not_finite_or_zero_is_not_counted() -> None:
     assert only.bits == {} and only.changes == 0
 
 
-def test_bits_stay_where_little_is_gained() -> None:
+def test_bits_are_stable_for_small_gains() -> None:
     bits = AdaptiveBits(every=1, samples=1)
     _fed(bits, [SPREAD, SPREAD, SPREAD])
     assert bits.changes == 1
     before = dict(bits.bits)
     _fed(bits, [tuple(1.02 * x for x in SPREAD)] * 3, first=3)
     assert bits.bits == before and bits.changes == 1
-    _fed(bits, [SPREAD[::-1]] * 4, first=6)  # what is in force now loses too much
+    _fed(bits, [SPREAD[::-1]] * 4, first=6)  # the current bits now have too large an error
     assert bits.bits == _allocated(SPREAD[::-1]) and bits.changes == 2
 
 
-def test_changes_may_be_bounded() -> None:
+def test_changes_can_be_limited() -> None:
     bits = AdaptiveBits(every=1, samples=1, most_changes=1)
     _fed(bits, [SPREAD] * 3 + [SPREAD[::-1]] * 4)
     assert bits.bits == _allocated(SPREAD)
 
 
-def test_other_tensors_begin_anew() -> None:
+def test_other_tensors_reset_the_statistics() -> None:
     bits = AdaptiveBits(every=2, samples=2)
     bits.arrive(Sample(0, ("x",), (100,), (5.0,)))
     _fed(bits, [SPREAD, SPREAD, SPREAD, SPREAD], first=1)
@@ -81,7 +81,7 @@ def test_other_tensors_begin_anew() -> None:
     assert bits.bits == _allocated(SPREAD)
 
 
-def test_one_that_was_pickled_goes_on() -> None:
+def test_pickled_object_resumes() -> None:
     straight, saved = (AdaptiveBits(every=3, samples=3) for _ in range(2))
     _fed(straight, [SPREAD] * 5)
     _fed(saved, [SPREAD] * 2)
@@ -90,7 +90,7 @@ def test_one_that_was_pickled_goes_on() -> None:
     assert restored.bits == straight.bits != {}
 
 
-def test_its_plan_is_the_bits_in_force() -> None:
+def test_plan_has_the_current_bits() -> None:
     bits = AdaptiveBits(every=1, samples=1)
     _fed(bits, [SPREAD] * 3)
     plan = bits.plan()
@@ -116,7 +116,7 @@ def test_its_plan_is_the_bits_in_force() -> None:
         ({"budget": "cubed"}, "budget is 'cubed'"),
     ],
 )
-def test_settings_are_checked_at_once(settings: dict, says: str) -> None:
+def test_settings_are_validated_immediately(settings: dict, says: str) -> None:
     with pytest.raises(InvalidArgument, match=says):
         AdaptiveBits(**settings)
 
@@ -133,7 +133,7 @@ def test_choices_are_checked_with_the_config() -> None:
         AdaptiveBits().check(replace(levels, rotation=64))
 
 
-def test_ranks_agree_or_all_are_told() -> None:
+def test_mismatch_raises_on_all_ranks() -> None:
     def run(rank: int, comm: Communicator) -> None:
         bits = AdaptiveBits(every=1, samples=1)
         bits.agree(comm)

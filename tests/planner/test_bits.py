@@ -25,7 +25,7 @@ def _measured(values: np.ndarray, config: Config) -> float:
 
 
 @pytest.mark.parametrize("name", _DRAWS)
-def test_predicted_error_is_the_measured_one(name: str) -> None:
+def test_predicted_error_equals_the_measured_one(name: str) -> None:
     values = _DRAWS[name](np.random.default_rng(0)).astype(np.float32)
     for rounding in ("nearest", "shift", "stochastic", None):
         for bits in range(2, 9):
@@ -55,7 +55,7 @@ def test_statistic_counts_the_last_bucket_as_it_is() -> None:
 
 @st.composite
 def tensors(draw: st.DrawFn) -> tuple[list[float], list[int]]:
-    """Draw statistics and numels, small ones beside large ones."""
+    """Draw statistics and numels, with small and large ones."""
     exponents = draw(st.lists(st.floats(0, 2), min_size=1, max_size=40))
     numels = [int(10**e) for e in exponents]
     if draw(st.booleans()):
@@ -64,7 +64,7 @@ def tensors(draw: st.DrawFn) -> tuple[list[float], list[int]]:
 
 
 def _fewest_bits(errors: list[dict[int, float]], numels: list[int], budget: float) -> int:
-    """Search exactly: the least error at every sum of bits."""
+    """Search exhaustively: the least error for every sum of bits."""
     least = np.full(1 + max(errors[0]) * sum(numels), math.inf)
     least[0] = 0
     for error, numel in zip(errors, numels, strict=True):
@@ -94,7 +94,7 @@ def test_bits_are_the_fewest_within_a_hundredth(
 
 
 def test_bits_are_the_fewest_among_sparse_choices() -> None:
-    """A tensor of 0.0036 of the values may be off by a step of four bits."""
+    """Use a tensor with 0.0036 of the values, which may be off by a step of four bits."""
     statistics, numels = [0.0, 1.0, 0.001], [10_000, 36, 2]
     config = Config(bits=4, rounding="nearest")
     errors = [{b: predicted_error(s, b, config) for b in (2, 4, 8)} for s in statistics]
@@ -104,16 +104,16 @@ def test_bits_are_the_fewest_among_sparse_choices() -> None:
     assert total <= fewest + 0.01 * sum(numels)
 
 
-def test_alike_tensors_stay_uniform_and_others_save() -> None:
+def test_equal_tensors_stay_uniform_and_others_save_bits() -> None:
     numels = [10_000] * 50
     assert allocate_bits([7.0 * n for n in numels], numels) == [4] * 50
-    spread = np.random.default_rng(0).normal(0, 1.5, 50)  # the log of the error a value
+    spread = np.random.default_rng(0).normal(0, 1.5, 50)  # logarithm of the error per value
     bits = allocate_bits([n * math.exp(s) for n, s in zip(numels, spread, strict=True)], numels)
     assert 3.2 < np.mean(bits) < 3.8
     assert bits[int(spread.argmax())] > bits[int(spread.argmin())]
 
 
-def test_what_the_user_fixed_stays_and_counts_on_neither_side() -> None:
+def test_fixed_bits_are_kept_and_excluded() -> None:
     statistics, numels = [1e9, 1e3, 1e3, 1e-3], [1000, 1000, 1000, 1000]
     free = allocate_bits(statistics[1:], numels[1:])
     for bits in (2, 32):
@@ -122,14 +122,14 @@ def test_what_the_user_fixed_stays_and_counts_on_neither_side() -> None:
     assert allocate_bits([], []) == []
 
 
-def test_levels_have_their_own_bits_and_choices_are_the_users() -> None:
+def test_choices_of_levels_and_of_the_user() -> None:
     config = Config(bits=2, compressor="levels")
     bits = allocate_bits([1.0, 1e6], [1000, 1000], config=config)
     assert bits[0] == 1
     assert set(bits) <= {1, 2, 3, 4}
     statistics = [10.0**i for i in range(6)]
     assert set(allocate_bits(statistics, [512] * 6, choices=(2, 8))) <= {2, 4, 8}
-    assert allocate_bits(statistics, [512] * 6, alpha=1e-12) == [8] * 6  # nothing is enough
+    assert allocate_bits(statistics, [512] * 6, alpha=1e-12) == [8] * 6  # no bits suffice
 
 
 def test_clusters_give_large_tensors_few_bits() -> None:
@@ -137,7 +137,7 @@ def test_clusters_give_large_tensors_few_bits() -> None:
     norms = [1.0, 1.1, 9.0, 9.1, 1.0, 1.0]
     bits = cluster_bits(norms, numels)
     assert bits == [2, 2, 4, 4, 3, 2]
-    assert cluster_bits([1.0] * 4, [10] * 4) == [4] * 4  # all alike: one cluster
+    assert cluster_bits([1.0] * 4, [10] * 4) == [4] * 4  # all equal: one cluster
     assert cluster_bits([], []) == []
 
 
@@ -158,7 +158,7 @@ def test_clusters_give_large_tensors_few_bits() -> None:
         (lambda: cluster_bits([1.0], [1], ()), "choices is empty"),
     ],
 )
-def test_nonsense_is_refused(call, says: str) -> None:
+def test_invalid_arguments_raise(call, says: str) -> None:
     with pytest.raises(InvalidArgument, match=says):
         call()
 

@@ -57,14 +57,14 @@ def _check_optimal(case: Case) -> None:
 
 @settings(max_examples=60)
 @given(cases(most=7))
-def test_partition_is_the_best_of_all(case: Case) -> None:
+def test_partition_is_optimal(case: Case) -> None:
     _check_optimal(case)
 
 
 @pytest.mark.slow
 @settings(max_examples=1000)
 @given(cases(most=12))
-def test_partition_is_the_best_of_all_at_length(case: Case) -> None:
+def test_partition_is_optimal_in_many_cases(case: Case) -> None:
     _check_optimal(case)
 
 
@@ -74,21 +74,22 @@ def test_finish_by_hand() -> None:
         decode_per_value=0.125, latency=10,
     )  # fmt: skip
     numels, ready, sizes = [8, 16, 4], [5.0, 6.0, 7.0], [8, 16, 4]
-    # Alone: encoded at 5 + 1 + 4, sent after 2 + 2, there 10 later, decoded after 3 + 1.
+    # Alone: encoded at 5 + 1 + 4, sent after 2 + 2, received 10 later, decoded after 3 + 1.
     assert finish([[0]], numels[:1], ready[:1], sizes[:1], costs) == 5 + 5 + 4 + 10 + 4
     # Tensor 1 is encoded from 10 to 19 and sent from 19 to 25, tensor 2 from 19 to 22 and from 25
-    # to 28; what came is decoded from 35 to 40, and from 40 to 43.5.
+    # to 28; received data is decoded from 35 to 40, and from 40 to 43.5.
     assert finish([[0], [1], [2]], numels, ready, sizes, costs) == 43.5
-    # Together: from 7 for 15, from 22 for 9, 10 on the way, 6.5 to decode.
+    # Together: from 7 for 15, from 22 for 9, 10 in transit, 6.5 to decode.
     assert finish([[2, 0, 1]], numels, ready, sizes, costs) == 22 + 9 + 10 + 6.5
 
 
 def test_messages_delay_the_backward_pass() -> None:
     costs = Costs(processor_fixed=1, processor_per_value=0.5, link_per_byte=1)
     numels, ready, sizes = [4, 8, 2], [5.0, 6.0, 7.0], [1, 1, 1]
-    # Nothing is late before there is a message: whole, the step ends when all are there and sent.
+    # Without earlier messages nothing is delayed: as one group, the step ends when all tensors are
+    # ready and sent.
     assert finish([[0, 1, 2]], numels, ready, sizes, costs) == 7 + 3
-    # The first message takes 1 + 2 of the processor, the second 1 + 4.
+    # The first message takes 1 + 2 of processor time, the second 1 + 4.
     assert finish([[0], [1], [2]], numels, ready, sizes, costs) == 7 + 3 + 5 + 1
 
 
@@ -102,7 +103,7 @@ def test_latency_counts_once() -> None:
 
 @settings(max_examples=50)
 @given(cases(most=40), st.data())
-def test_a_plan_is_no_worse_than_its_peers_and_dearer_costs_end_later(
+def test_plan_beats_other_groupings_and_costs_are_monotonic(
     case: Case, data: st.DataObject
 ) -> None:
     numels, ready, _, costs = case
@@ -116,17 +117,18 @@ def test_a_plan_is_no_worse_than_its_peers_and_dearer_costs_end_later(
     assert finish(partition(*case[:3], dearer), *case[:3], dearer) >= planned
 
 
-def test_what_is_free_is_not_grouped_and_what_blocks_is() -> None:
+def test_grouping_depends_on_message_costs() -> None:
     numels, ready, sizes = [1000] * 30, [i / 1000 for i in range(30)], [500] * 30
     free = Costs(link_per_byte=1e-8, encode_per_value=1e-9)
     alone = finish(per_tensor(ready), numels, ready, sizes, free)
     assert finish(partition(numels, ready, sizes, free), numels, ready, sizes, free) == alone
     assert partition(numels, ready, sizes, Costs(link_fixed=1.0)) == [list(range(30))]
-    # All are ready at once and a message costs nothing but its bytes: one message ties, and wins.
+    # All are ready at the same time and a message costs only its bytes: one message ties, and is
+    # selected.
     assert len(partition(numels, [0.0] * 30, sizes, Costs(link_per_byte=1e-8))) == 1
 
 
-def test_order_is_that_of_readiness_and_of_the_list() -> None:
+def test_order_follows_ready_times_then_the_list() -> None:
     ready = [0.3, 0.1, 0.2, 0.1]
     groups = partition([10] * 4, ready, [5] * 4, Costs(link_per_byte=1e-3))
     assert [i for group in groups for i in group] == [1, 3, 2, 0]
@@ -143,13 +145,13 @@ def test_many_tensors_are_merged_with_little_loss() -> None:
     groups = partition(numels, ready, sizes, costs)
     assert [i for group in groups for i in group] == list(range(count))
     assert len(groups) < ROUNDS[-1]
-    # No grouping ends before all bytes are sent, the first after it is ready.
+    # No grouping ends before all bytes are sent, from the time the first one is ready.
     link = sum(sizes) * costs.link_per_byte
     assert finish(groups, numels, ready, sizes, costs) < 1.1 * max(link, ready[-1])
 
 
 def transformer(layers: int, width: int) -> list[int]:
-    """Return the sizes of GPT-2's tensors: few large ones, and many that are next to nothing."""
+    """Return the sizes of GPT-2's tensors: few large ones, and many tiny ones."""
     block = [width, width, 3 * width**2, 3 * width, width**2, width, width, width]
     return [50257 * width, 1024 * width, *layers * (block + [4 * width**2, 4 * width] * 2), width]
 
@@ -158,7 +160,7 @@ def transformer(layers: int, width: int) -> list[int]:
 def test_groups_of_many_tensors_end_within_a_thousandth_of_the_best(
     layers: int, backward: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To find the best of all takes minutes from 24 layers on; there the peers must do."""
+    """From 24 layers on, an exhaustive search takes minutes, so other groupings are compared."""
     numels = transformer(layers, 32 * layers)
     ready = [backward * (1 - i / len(numels)) for i in range(len(numels))]
     sizes = [n // 2 + 8 for n in numels]
@@ -196,7 +198,7 @@ def test_buckets_close_when_they_reach_their_limit() -> None:
         (lambda: partition([1], [5000.0], [1], Costs()), "costs and ready times are in seconds"),
     ],
 )
-def test_nonsense_is_refused(call, says: str) -> None:
+def test_invalid_arguments_raise(call, says: str) -> None:
     with pytest.raises(InvalidArgument, match=says):
         call()
 

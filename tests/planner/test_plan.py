@@ -1,4 +1,4 @@
-"""Plans as values: files, agreement among ranks; costs as ranks measure them; the command line."""
+"""Plans as values: files, agreement among ranks; measured costs; the command line."""
 
 import json
 import math
@@ -40,7 +40,7 @@ def test_a_plan_is_the_partition_of_its_bytes() -> None:
     assert exact.order == list(range(40))
 
 
-def test_a_saved_plan_is_loaded_again(tmp_path: Path) -> None:
+def test_save_and_load_a_plan(tmp_path: Path) -> None:
     for plan in (_PLAN, replace(_PLAN, names=("a\n", '"b"', "\N{GREEK SMALL LETTER MU}"))):
         plan.save(tmp_path / "plan.json")
         assert Plan.load(tmp_path / "plan.json") == plan
@@ -65,7 +65,7 @@ def _text(numel: object = 3, bits: object = 4, name: object = "a", group: object
         _text(bits="auto"), _text(name=None), _text(group=0.5), _text(group="0"),
     ],
 )  # fmt: skip
-def test_other_files_are_refused(text: str, tmp_path: Path) -> None:
+def test_other_files_raise(text: str, tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_text(text)
     with pytest.raises(InvalidArgument, match=r"plan.json is not a valid plan .*Plan.save"):
         Plan.load(tmp_path / "plan.json")
@@ -84,7 +84,7 @@ def test_other_files_are_refused(text: str, tmp_path: Path) -> None:
         ({"bits": (4, "auto", 4)}, r"bits\[1\] is 'auto'; it must be an integer from 1 to 32"),
     ],
 )
-def test_plans_that_do_not_fit_together_are_refused(own: dict, says: str) -> None:
+def test_inconsistent_plans_raise(own: dict, says: str) -> None:
     with pytest.raises(InvalidArgument, match=says):
         replace(_PLAN, **own)
 
@@ -107,14 +107,14 @@ _OTHERS = {
 
 
 @pytest.mark.parametrize("what", _OTHERS)
-def test_ranks_with_different_plans_all_hear_of_the_first_difference(what: str) -> None:
+def test_different_plans_raise_on_all_ranks(what: str) -> None:
     other, says = _OTHERS[what]
 
     def run(rank: int, communicator: Communicator) -> None:
-        _PLAN.agree(communicator)  # which is well
+        _PLAN.agree(communicator)  # plans match
         with pytest.raises(MismatchError, match=says):
             (other if rank == 2 else _PLAN).agree(communicator)
-        _PLAN.agree(communicator)  # the communicator is as good as before
+        _PLAN.agree(communicator)  # the communicator is still usable
 
     threads(3, run, timeout=20)
 
@@ -152,7 +152,7 @@ def test_ready_times_are_medians_of_steps_and_the_latest_of_ranks() -> None:
 def test_ranks_whose_clocks_and_speeds_differ_make_one_plan(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Four ranks, from 30 % slower to 30 % faster: costs, ready times, and so plans, are agreed."""
+    """Use four ranks from 30 % slower to 30 % faster; they must agree on costs, times and plans."""
     speeds = (0.7, 0.9, 1.1, 1.3)
     speed_of: dict[int, float] = {}  # by thread
     clock = time.perf_counter
@@ -208,7 +208,7 @@ def test_the_command_draws_the_timeline(
     with pytest.raises(InvalidArgument, match=r"step' has no ending: .* [.]png"):
         draw(path.with_suffix(""), "a step", [])
     monkeypatch.undo()
-    pytest.importorskip("matplotlib").rcParams["svg.fonttype"] = "none"  # text stays text
+    pytest.importorskip("matplotlib").rcParams["svg.fonttype"] = "none"  # keep text as text
     assert __main__.main(["plan", "3000000", "5000000", "--plot", str(path)]) == 0
     assert f"The timeline is in {path}." in capsys.readouterr().out
     picture = path.read_text()
@@ -251,7 +251,7 @@ def test_the_command_compares_whole_steps(
         ((1000, "--bits", "9"), "--bits"),
     ],
 )
-def test_the_command_refuses_nonsense(
+def test_the_command_rejects_invalid_arguments(
     arguments: tuple, says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit, match="2"):
@@ -273,7 +273,7 @@ def test_the_command_refuses_nonsense(
         ('{"a": 1000}', ("--backward", "100000"), "ready"),
     ],
 )
-def test_the_command_tells_what_is_wrong_with_a_model(
+def test_the_command_reports_errors_of_a_model(
     model: str, more: tuple[str, ...], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "model.json"

@@ -1,4 +1,4 @@
-"""Plans that are tried: costs that explain steps, and the fastest plan, alike on all ranks."""
+"""Tuned plans: costs fitted to measured steps, and the fastest plan, the same on all ranks."""
 
 from collections.abc import Sequence
 
@@ -43,16 +43,17 @@ def scaled(codec: float, link: float, message: float, value: float) -> Costs:
     )
 
 
-# ---- costs that explain steps --------------------------------------------------------------------
+# ---- costs fitted to steps -----------------------------------------------------------------------
 
 
 @settings(max_examples=40)
 @given(st.tuples(*(st.integers(-1, 3) for _ in range(4))))
 def test_costs_explain_the_steps(powers: tuple[int, ...]) -> None:
-    """The true factors have the error 0.02^2 times the squares of their powers, and no step's.
+    """Check that fitted costs explain the steps as well as the true ones.
 
-    So in the costs that were found no step is foreseen worse than 0.02 times the powers' norm,
-    however far they are from the true ones: costs that no step shows stay as they were.
+    The true factors have the error 0.02^2 times the squares of their powers, and no error of steps.
+    The fitted costs therefore predict each step to within 0.02 times the powers' norm, however far
+    they are from the true ones. Costs that affect no step are unchanged.
     """
     true = scaled(*(2.0**p for p in powers))
     grouped = [per_tensor(_READY), whole(_READY), _PLAN.groups]
@@ -63,7 +64,7 @@ def test_costs_explain_the_steps(powers: tuple[int, ...]) -> None:
         assert ends(groups, found) == pytest.approx(ends(groups, true), rel=bound + 1e-9)
 
 
-def test_costs_that_foresee_every_step_stay() -> None:
+def test_costs_that_predict_every_step_are_unchanged() -> None:
     tensors = Tensors.checked(_COUNTS, _READY, _BYTES, _COSTS)
     steps = [(groups, ends(groups, _COSTS)) for groups in (per_tensor(_READY), whole(_READY))]
     assert explained(steps, tensors, _COSTS) == _COSTS
@@ -72,8 +73,8 @@ def test_costs_that_foresee_every_step_stay() -> None:
 # ---- the fastest plan ----------------------------------------------------------------------------
 
 
-def test_ranks_keep_the_fastest_plan_of_those_they_tried() -> None:
-    """Messages take far more of the processor than was measured: the second plan has fewer."""
+def test_ranks_select_the_fastest_tried_plan() -> None:
+    """Let messages take far more processor time than measured: the second plan has fewer."""
     true = scaled(1, 1, 8, 1)
 
     def run(rank: int, communicator: Communicator) -> tuple[Tuned, list[Plan]]:
@@ -98,7 +99,7 @@ def test_ranks_keep_the_fastest_plan_of_those_they_tried() -> None:
     assert len(second.groups) < len(first.groups)
     seconds = dict(tuned.tried)
     assert seconds[tuned.plan] == min(seconds.values())
-    for plan in plans:  # the slowest rank's, in float32
+    for plan in plans:  # the slowest rank's time, in float32
         assert seconds[plan] == pytest.approx(_FORWARD + ends(plan.groups, true), rel=1e-6)
     assert tuned.costs.processor_fixed > 2 * _COSTS.processor_fixed
 
@@ -106,10 +107,10 @@ def test_ranks_keep_the_fastest_plan_of_those_they_tried() -> None:
 @pytest.mark.parametrize(
     "usual", [per_tensor(_READY), whole(_READY), ddp_buckets(_COUNTS, _READY)], ids=len
 )
-def test_a_plan_of_costs_alone_is_not_kept_where_a_usual_one_is_faster(
+def test_faster_default_plan_is_selected(
     usual: list[list[int]],
 ) -> None:
-    """What no cost explains: steps in these groups are the fastest."""
+    """Check a plan whose steps are fastest for a reason that the costs do not model."""
     communicator = Communicator.local(1)[0]
 
     def seconds_of(plan: Plan) -> float:
@@ -134,7 +135,7 @@ def test_a_step_of_no_tensor_or_of_one_has_one_plan(numels: dict[str, int]) -> N
     assert tuned.tried == ((tuned.plan, pytest.approx(0.1)),)
 
 
-def test_steps_that_end_before_their_backward_pass_are_refused() -> None:
+def test_steps_shorter_than_backward_raise() -> None:
     def run(rank: int, communicator: Communicator) -> None:
         seconds = 0.03 - 0.01 * rank
         with pytest.raises(

@@ -1,4 +1,4 @@
-"""A process that ends with collectives in flight finishes them, since its peers need them."""
+"""A process that exits with collectives in flight completes them, because its peers need them."""
 
 import pytest
 from support import launch

@@ -1,4 +1,4 @@
-"""The launchers themselves: what fails must be seen, in time, and leave nothing running."""
+"""The launchers: failures are reported in time, and leave no process behind."""
 
 import time
 from pathlib import Path
@@ -30,11 +30,11 @@ def _running(program: Path) -> bool:
             if str(program).encode() in entry.read_bytes():
                 return True
         except OSError:
-            continue  # it ended meanwhile
+            continue  # the process has just ended
     return False
 
 
-def test_failing_rank_shows_every_rank_s_output(program: Path) -> None:
+def test_failing_rank_shows_all_outputs(program: Path) -> None:
     with pytest.raises(AssertionError) as caught:
         mpirun(2, program, "fail", timeout=60)
     assert "ended with status 1" in str(caught.value)

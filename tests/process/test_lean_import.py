@@ -14,7 +14,7 @@ def _python(code: str) -> str:
     return result.stdout
 
 
-def test_import_brings_no_framework() -> None:
+def test_import_loads_no_framework() -> None:
     code = "import sys, cgx_ops; print(sorted({m.split('.')[0] for m in sys.modules}))"
     loaded = _python(code)
     for module in ("torch", "jax", "jaxlib", "mpi4py", "rich"):
@@ -23,7 +23,7 @@ def test_import_brings_no_framework() -> None:
 
 @pytest.mark.parametrize("module", ["torch", "jax", "jaxlib"])
 @pytest.mark.parametrize("built", [True, False])
-def test_missing_framework_is_named_with_its_remedy(module: str, built: bool) -> None:
+def test_missing_framework_names_the_remedy(module: str, built: bool) -> None:
     framework = module.removesuffix("lib")
     versions = {framework: "0.10.2+cpu"} if built else {}
     printed = _python(f"""
@@ -45,7 +45,7 @@ except ModuleNotFoundError as error:
         assert f"pip install {framework}, then build cgx_ops again: pip install " in text
 
 
-def test_torch_binding_brings_no_compiler() -> None:
+def test_torch_binding_loads_no_compiler() -> None:
     pytest.importorskip("torch.nn")
     code = "import sys, cgx_ops.torch; print({'torch._dynamo', 'torch._inductor'} & {*sys.modules})"
     assert _python(code) == "set()\n"

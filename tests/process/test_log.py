@@ -1,4 +1,4 @@
-"""The logger cgx_ops: a line when training starts and one at the end, on rank 0, on stderr."""
+"""The logger cgx_ops: one line when training starts and one at the end, on rank 0, on stderr."""
 
 import re
 import subprocess
@@ -53,7 +53,7 @@ def test_jax(carrier: str, how: str) -> None:
     assert len(first) == 2
 
 
-def test_fsdp_that_nobody_compresses() -> None:
+def test_fsdp_without_compression() -> None:
     outputs = launch.mpirun(2, "run_log.py", "exact fsdp", env={"CGX_LOG": "1"})
     expected = "cgx: reduce_scatter in exact values, 2 ranks, torch's collectives"
     first, other = map(lines_of, outputs)
@@ -75,15 +75,16 @@ def test_decisions_are_logged_once_for_each_tensor() -> None:
         "'2.weight', 2560 elements: 4 bits",
         "'2.bias', 10 elements: exact, its bits are 32",
     ]
-    assert not any(line.startswith("cgx:") for line in first)  # the root's handler has them
+    # the root logger's handler receives them
+    assert not any(line.startswith("cgx:") for line in first)
 
 
 @pytest.mark.parametrize(
     ("before", "after", "count"),
     [
-        ("", "", 1),  # cgx_ops has a handler of its own
+        ("", "", 1),  # cgx_ops has its own handler
         ("logging.basicConfig(level='INFO');", "", 1),  # the root logger's
-        ("", "logging.basicConfig(level='INFO');", 1),  # the same, set up later
+        ("", "logging.basicConfig(level='INFO');", 1),  # the same, configured later
         ("logging.basicConfig(level='WARNING');", "", 0),
         ("logging.getLogger('cgx_ops').addHandler(logging.NullHandler());", "", 0),
     ],
@@ -100,7 +101,7 @@ def test_handlers(before: str, after: str, count: int) -> None:
     assert ended.stdout == ""
 
 
-def test_a_value_that_is_neither() -> None:
+def test_invalid_value() -> None:
     command = [sys.executable, "-c", "import cgx_ops; cgx_ops.init()"]
     env = {"CGX_LOG": "yes", "PATH": "", "PYTHONPATH": launch.python_path()}
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60, env=env)

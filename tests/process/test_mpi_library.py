@@ -1,4 +1,4 @@
-"""libmpi is loaded in processes of MPI jobs alone; a second MPI in such a process is refused."""
+"""libmpi is loaded only in processes of MPI jobs, which reject a second MPI library."""
 
 import subprocess
 import sys
@@ -37,15 +37,15 @@ def test_several_hosts_without_mpi() -> None:
     [("MPI", "", "mpi"), ("AUTO", "a,a,b", "hybrid"), ("AUTO", "", "shm"), ("TCP", "", "tcp")],
 )
 def test_mpirun_loads_mpi(transport: str, hosts: str, name: str) -> None:
-    """Whatever the transport, since the ranks exchange addresses over MPI."""
+    """Check every transport, because the ranks exchange addresses over MPI."""
     env = {"COMMUNICATOR_TYPE": transport}
     outputs = launch.mpirun(3, "run_libraries.py", "none", env=env, hosts=hosts)
     assert outputs == [f"{name} libcgx_mpi libmpi\n"] * 3
 
 
 @pytest.mark.parametrize("name", ["libmpi.so.12", "libmpich.so.12", "libmpi.so.40"])
-def test_another_mpi_in_the_process_is_refused(name: str, tmp_path: Path) -> None:
-    other = tmp_path / name  # any library will do: what counts is what it is called
+def test_second_mpi_library_raises(name: str, tmp_path: Path) -> None:
+    other = tmp_path / name  # any library will do, because only its name matters
     any_library = next(Path(sysconfig.get_path("stdlib"), "lib-dynload").glob("*.so"))
     other.write_bytes(any_library.read_bytes())
     printed = _python(f"""
@@ -61,8 +61,8 @@ except RuntimeError as error:
     assert str(other) in printed
 
 
-def test_missing_mpi_is_an_error_with_its_remedy(tmp_path: Path) -> None:
-    """Where a process needs it: mpirun started it."""
+def test_missing_mpi_names_the_remedy(tmp_path: Path) -> None:
+    """Simulate a process started by mpirun, which needs MPI."""
     printed = _python(f"""
 import os
 os.environ.update(OMPI_COMM_WORLD_RANK="0", OMPI_COMM_WORLD_SIZE="2")

@@ -1,4 +1,4 @@
-"""Variables that cgx_ops does not have, or cannot understand, are reported on every path."""
+"""Unknown variables and invalid values are reported on every path."""
 
 import re
 import subprocess
@@ -13,12 +13,12 @@ from cgx_ops._core import environment, variables
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_the_documents_list_the_same_names() -> None:
+def test_documentation_lists_all_variables() -> None:
     text = (ROOT / "docs/reference/environment.md").read_text()
     assert set(re.findall(r"`(CGX_[A-Z_]+)`", text)) == variables.NAMES
 
 
-def test_the_names_of_options_are_among_them() -> None:
+def test_variables_include_all_options() -> None:
     named = {
         name for name in (*environment._VARIABLES, *environment._HOST_SWITCHES) if "CGX_" in name
     }
@@ -36,7 +36,7 @@ def test_the_names_of_options_are_among_them() -> None:
     ],
 )
 @pytest.mark.parametrize("call", ["cgx_ops.init()"])
-def test_a_misspelt_name(name: str, hint: str, call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_misspelt_name(name: str, hint: str, call: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(name, "4")
     program = f"import cgx_ops; {call}; {call}"
     ended = subprocess.run(
@@ -56,8 +56,8 @@ CALLS = {
 
 
 @pytest.mark.parametrize("path", CALLS)
-def test_a_timeout_that_is_no_number(path: str, tmp_path: Path) -> None:
-    """Also where the caller gives a deadline, as process groups do."""
+def test_invalid_timeout(path: str, tmp_path: Path) -> None:
+    """Also if the caller gives a deadline, as process groups do."""
     program = tmp_path / "program.py"
     program.write_text(CALLS[path])
     outputs = launch.mpirun(2, program, env={"CGX_TIMEOUT": "abc"}, check=False)
@@ -75,7 +75,7 @@ dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(("bits", "count"), [("", 1), ("32", 0), ("4", 0)])
-def test_exact_gradients_that_nobody_chose(bits: str, count: int, tmp_path: Path) -> None:
+def test_warning_without_bits(bits: str, count: int, tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(EXACT)
     outputs = launch.mpirun(

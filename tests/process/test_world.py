@@ -1,4 +1,4 @@
-"""Calls that name no group reach all ranks of the launcher, or raise; never a rank's own values."""
+"""Calls without a group reach all ranks of the launcher, or raise; they never stay local."""
 
 import contextlib
 import json
@@ -46,7 +46,7 @@ SRUN = {
         ({"WORLD_SIZE": "2", "RANK": ""}, Place()),
     ],
 )
-def test_the_nearest_launcher_counts(environ: Mapping[str, str], place: Place) -> None:
+def test_innermost_launcher_wins(environ: Mapping[str, str], place: Place) -> None:
     assert launchers.place(environ) == place
 
 
@@ -60,7 +60,7 @@ def test_the_nearest_launcher_counts(environ: Mapping[str, str], place: Place) -
         (SRUN | {"SLURM_JOB_ID": "j"}, "SLURM_JOB_ID is 'j'"),
     ],
 )
-def test_variables_that_make_no_sense(environ: Mapping[str, str], words: str) -> None:
+def test_invalid_variables(environ: Mapping[str, str], words: str) -> None:
     with pytest.raises(InvalidArgument, match=words):
         launchers.place(environ)
 
@@ -76,7 +76,7 @@ def test_variables_that_make_no_sense(environ: Mapping[str, str], words: str) ->
         (MPIRUN | {"RANK": "0", "WORLD_SIZE": "1"}, 4),
     ],
 )
-def test_ranks_that_the_environment_shows(environ: Mapping[str, str], shown: int) -> None:
+def test_ranks_from_the_environment(environ: Mapping[str, str], shown: int) -> None:
     assert launchers.ranks_shown(environ)[0] == shown
 
 
@@ -109,7 +109,7 @@ def test_ranks_without_an_address_raise(
         world._connect()
 
 
-def test_a_port_without_room_above(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_port_that_is_too_high(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (TORCHRUN | {"MASTER_PORT": "65534"}).items():
         monkeypatch.setenv(name, value)
     with pytest.raises(InvalidArgument, match="must be at most 65533"):
@@ -124,7 +124,7 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def meet(
+def rendezvous_of(
     port: int, rank: int, size: int, seconds: float = 30, rounds: int = 3
 ) -> list[list[bytes]] | CgxError:
     try:
@@ -144,16 +144,18 @@ def pool() -> Iterator[ThreadPoolExecutor]:
 def test_every_rank_gets_all_blobs(size: int) -> None:
     port = free_port()
     with pool() as threads:
-        ended = list(threads.map(lambda rank: meet(port, rank, size), reversed(range(size))))
+        ended = list(
+            threads.map(lambda rank: rendezvous_of(port, rank, size), reversed(range(size)))
+        )
     want = [[bytes([rank, i]) * i for rank in range(size)] for i in range(3)]
     assert all(each == want for each in ended), ended
 
 
-def test_strangers_are_not_counted() -> None:
-    """Neither garbage nor silence keeps the ranks from each other."""
+def test_unauthenticated_peers_are_ignored() -> None:
+    """Send garbage and silence: neither keeps the ranks from connecting."""
     port = free_port()
     with pool() as threads:
-        host = threads.submit(meet, port, 0, 2)
+        host = threads.submit(rendezvous_of, port, 0, 2)
         for said in (b"GET / HTTP/1.1\r\n\r\n" * 4, b"cgx_ops rendezvous 1\n+\0\0\0\2{}", b""):
             stranger = None
             while stranger is None:
@@ -161,58 +163,58 @@ def test_strangers_are_not_counted() -> None:
                     stranger = socket.create_connection(("127.0.0.1", port))
             with stranger:
                 stranger.sendall(said)
-        guest = threads.submit(meet, port, 1, 2)
+        guest = threads.submit(rendezvous_of, port, 1, 2)
         assert host.result() == guest.result() != []
 
 
 def test_two_processes_of_one_rank() -> None:
     port = free_port()
     with pool() as threads:
-        ended = list(threads.map(lambda rank: meet(port, rank, 3), [0, 1, 1]))
+        ended = list(threads.map(lambda rank: rendezvous_of(port, rank, 3), [0, 1, 1]))
     assert all("two processes are rank 1" in str(error) for error in ended), ended
 
 
-def test_ranks_that_differ_in_their_number() -> None:
+def test_different_world_sizes() -> None:
     port = free_port()
     with pool() as threads:
-        ended = list(threads.map(lambda pair: meet(port, *pair), [(0, 2), (1, 3)]))
+        ended = list(threads.map(lambda pair: rendezvous_of(port, *pair), [(0, 2), (1, 3)]))
     assert all("rank 1 has 3 ranks" in str(error) for error in ended), ended
 
 
-def test_a_rank_that_does_not_come() -> None:
-    """Rank 0 names it, and reports it to those that came."""
+def test_missing_rank() -> None:
+    """Check that rank 0 names the missing rank, and reports it to the others."""
     port = free_port()
     with pool() as threads:
-        waits = threads.submit(meet, port, 0, 3, 1.0)
-        came = threads.submit(meet, port, 1, 3, 20.0)
+        waits = threads.submit(rendezvous_of, port, 0, 3, 1.0)
+        came = threads.submit(rendezvous_of, port, 1, 3, 20.0)
         assert "for ranks [2] of 3" in str(waits.result())
         assert "for ranks [2] of 3" in str(came.result())
 
 
-def test_rank_0_does_not_come() -> None:
-    error = meet(free_port(), 1, 2, seconds=0.3)
+def test_missing_rank_0() -> None:
+    error = rendezvous_of(free_port(), 1, 2, seconds=0.3)
     assert "to reach rank 0 at 127.0.0.1" in str(error)
 
 
-def test_a_rank_that_leaves_between_exchanges() -> None:
+def test_rank_that_leaves_between_exchanges() -> None:
     port = free_port()
     with pool() as threads:
-        stays = threads.submit(meet, port, 0, 3)
-        other = threads.submit(meet, port, 2, 3)
-        assert meet(port, 1, 3, rounds=1) == [[b"", b"", b""]]
+        stays = threads.submit(rendezvous_of, port, 0, 3)
+        other = threads.submit(rendezvous_of, port, 2, 3)
+        assert rendezvous_of(port, 1, 3, rounds=1) == [[b"", b"", b""]]
         assert "rank 1 left while" in str(stays.result())
         assert "rank 1 left while" in str(other.result())
 
 
-def test_a_port_that_is_taken() -> None:
+def test_port_in_use() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
-        error = meet(other.getsockname()[1], 0, 2)
+        error = rendezvous_of(other.getsockname()[1], 0, 2)
     assert isinstance(error, SystemFailure)
     assert "another MASTER_PORT" in str(error)
 
 
-def test_a_reply_of_another_service() -> None:
-    """What rank 0 is not cannot be taken for its blobs."""
+def test_reply_of_another_service() -> None:
+    """Check that the reply of another service is not taken for blobs of rank 0."""
     replies = [b"HTTP/1.1 400 Bad Request\r\n\r\n", struct.pack("!cI", b"+", 3) + b"abc", b""]
     for reply in replies:
         with socket.create_server(("127.0.0.1", 0)) as server:
@@ -223,14 +225,14 @@ def test_a_reply_of_another_service() -> None:
                     connection.sendall(reply)
 
             threading.Thread(target=serve, daemon=True).start()
-            error = meet(server.getsockname()[1], 1, 2, seconds=5)
+            error = rendezvous_of(server.getsockname()[1], 1, 2, seconds=5)
         assert isinstance(error, CgxError), (reply, error)
 
 
-def test_versions_that_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_different_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     port = free_port()
     with pool() as threads:
-        host = threads.submit(meet, port, 0, 2)
+        host = threads.submit(rendezvous_of, port, 0, 2)
         hello = json.dumps({"rank": 1, "size": 2, "version": "0.0.0"}).encode()
         frame = struct.pack("!cI", b"+", len(hello)) + hello
         guest = None
@@ -288,7 +290,7 @@ def test_torch_in_three_plain_processes(backend: str) -> None:
 
 @pytest.mark.parametrize("backend", ["none", slow("cgx")])
 def test_srun_variables(backend: str) -> None:
-    """As SLURM sets them: ranks, and torch's process group, meet at the step's first host."""
+    """Set SLURM's variables: ranks and torch's process group connect to the step's first host."""
     job = str(os.getpid())
     env = {"SLURM_JOB_ID": job, "SLURM_STEP_NODELIST": "localhost"}
     outputs = launch.processes(2, "run_world_by_srun.py", backend, env=env, timeout=200)

@@ -1,8 +1,8 @@
-"""Soak: the same calls for long. Memory, descriptors, threads and time a call must stay flat.
+"""Soak tests: repeated calls, with constant memory, descriptors, threads and time per call.
 
 PYTHONPATH=tests python -m soak --scale 0.01 --transport shm
 
 __main__.py          the command: launches, compares, prints the table
 loads.py             the table of loads
-../ranks/run_soak.py a rank: runs loads and prints what it measured, window by window
+    ../ranks/run_soak.py a rank: runs loads and prints measurements, window by window
 """

@@ -1,4 +1,4 @@
-"""`python -m soak`: every load over every transport, then a table; status 1 if anything grew."""
+"""`python -m soak`: every load over every transport, then a table; status 1 after growth."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ TRANSPORTS: dict[str, tuple[int, str, dict[str, str]]] = {
     "mpi": (2, "", {"COMMUNICATOR_TYPE": "MPI"}),
     "hybrid": (3, "a,a,b", {}),
 }
-WARM_UP = 0.3  # of the windows: pools, caches and compilers fill there
-# The allocator keeps and returns pages as it likes, by some MiB; a leak of 8 bytes a call would be
-# 5 MiB in a million. Times are the fastest of ten batches in each window, medians of the first and
-# the last third after the warm-up: a machine that others use changes them by half. Batches that are
-# shorter than a scheduler's slice say nothing and are not compared.
+WARM_UP = 0.3  # fraction of the windows in which pools, caches and compilers fill
+# The allocator keeps or returns some MiB of pages at any time; a leak of 8 bytes per call would be
+# 5 MiB in a million. Times are the fastest of ten batches in each window, and medians of the first
+# and the last third after the warm-up: other users of the machine change them by half. Batches
+# shorter than a scheduler's slice are not compared.
 MEMORY_KIB, TIME_RATIO, SHORTEST_BATCH = 4096, 1.5, 0.005
 FEWEST = 400  # calls of a trial
-SECONDS = 2400.0  # of one launch, at most: a stuck one is killed
+SECONDS = 2400.0  # limit of one launch: a stuck one is killed
 
 
 @dataclass(frozen=True)
 class Row:
-    """What came of a load: the most of any rank. failures: in words."""
+    """The results of a load: the maximum over all ranks. failures: texts."""
 
     transport: str
     load: str
@@ -50,15 +50,15 @@ class Row:
 
     @property
     def slower(self) -> bool:
-        """Whether calls took longer at the end, as far as that can be told."""
+        """Whether calls took longer at the end, if this can be measured."""
         batch = self.calls / (WINDOWS * BATCHES) * self.first
         return batch > SHORTEST_BATCH and self.last > TIME_RATIO * self.first
 
 
 def more(what: str, early: list[dict[str, Any]], late: list[dict[str, Any]]) -> int:
-    """Return how many there always are at the end beyond what there ever was at the beginning.
+    """Return the minimum number at the end minus the maximum at the beginning.
 
-    What comes and goes, as a thread that helps out, does not count.
+    Temporary ones, such as a helper thread, do not count.
     """
     return min(w[what] for w in late) - max(w[what] for w in early)
 
@@ -103,7 +103,7 @@ def soak(transport: str, load: str, calls: int) -> Row:
 
 
 def show(rows: list[Row]) -> None:
-    table = Table(title="soak: after the warm-up, until the end")
+    table = Table(title="soak: from the end of the warm-up to the end")
     for column in ("transport", "load"):
         table.add_column(column)
     for column in (
@@ -122,7 +122,7 @@ def show(rows: list[Row]) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="soak", description=__doc__)
-    parser.add_argument("--scale", type=float, default=1.0, help="of the numbers of calls")
+    parser.add_argument("--scale", type=float, default=1.0, help="factor for the number of calls")
     parser.add_argument("--transport", choices=TRANSPORTS, action="append")
     parser.add_argument("--load", choices=LOADS, action="append")
     options = parser.parse_args()
@@ -134,7 +134,7 @@ def main() -> int:
                 continue
             calls = max(min(FEWEST, calls), int(calls * options.scale))
             row = soak(transport, load, calls)
-            if row.slower:  # so it is, too, when others begin to use the machine: once more
+            if row.slower:  # another program may use the machine: measure again
                 row = soak(transport, load, calls)
             if row.slower:
                 row.failures.append(

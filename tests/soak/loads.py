@@ -1,6 +1,6 @@
-"""The loads: what a rank repeats. Each makes a step, which takes the number of the call.
+"""The loads: operations that a rank repeats. Each returns a step, a function of the call's index.
 
-A step returns a value that is the same in every call, so that a wrong one is noticed.
+A step returns a value that is the same in every call, so that a wrong one is detected.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from support.collective_cases import Case, config_of, converges, digest, of_comp
 from cgx_ops import Communicator, Config
 
 Step = Callable[[int], Any]
-WINDOWS, BATCHES = 20, 10  # a run is measured so often, and timed so often in each window
+WINDOWS, BATCHES = 20, 10  # number of measurements of a run, and of timings in each window
 
 _CONFIG = Config(bits=4, rounding="nearest")
 
@@ -25,8 +25,8 @@ class Load:
     """A row of the table.
 
     Attributes:
-        make: returns the step of a communicator's rank.
-        counts: steps at scale 1, by transport; "": of those that are not listed, 0: none.
+        make: returns the step for a communicator's rank.
+        counts: steps at scale 1, by transport; "": of other transports, 0: none.
     """
 
     make: Callable[[Communicator], Step]
@@ -43,9 +43,9 @@ def _allreduce(numel: int) -> Callable[[Communicator], Step]:
 
 
 def _compressors(comm: Communicator) -> Step:
-    """Every compressor in turn; what it loses, where feedback converges, goes into its next call.
+    """Call every compressor in turn, with residuals if feedback converges.
 
-    After every fourth residuals begin anew, so each of the four has the same result again.
+    Residuals are reset after every fourth call, so that each of the four repeats its result.
     """
     cases = [Case(2000, bucket_size=100, **row) for row in of_compressors()]
     configs, found = list(map(config_of, cases)), {}
@@ -70,7 +70,7 @@ def _new_names(comm: Communicator) -> Step:
 
 
 def _started(comm: Communicator) -> Step:
-    """Eight in flight; of every eighth call nobody takes the result."""
+    """Keep eight calls in flight, and drop the result of every eighth one."""
     xs = [np.full(5000, comm.rank + 1, np.float32) for _ in range(8)]
 
     def step(number: int) -> Any:
@@ -119,8 +119,8 @@ def _jitted(comm: Communicator) -> Step:
     return lambda _: float(function(x)[0])
 
 
-# Over threads torch and JAX would share one interpreter's state among ranks: their loops are left
-# to processes. MPI has 65,530 communicators: a job that makes more shows that ours take none.
+# With threads, torch and JAX would share one interpreter's state among ranks, so their loops run in
+# processes. MPI supports 65,530 communicators: more groups show that ours do not use any.
 LOADS: dict[str, Load] = {
     "small": Load(_allreduce(100), {"": 1_000_000}),
     "large": Load(_allreduce(1 << 18), {"": 10_000}),

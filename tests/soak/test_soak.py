@@ -1,4 +1,4 @@
-"""`make soak` in small: all loads over all transports, too few calls to find slow leaks."""
+"""A small `make soak`: all loads over all transports, with too few calls to find slow leaks."""
 
 import os
 import subprocess
@@ -10,7 +10,7 @@ from support import launch
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(1200)
-def test_nothing_grows() -> None:
+def test_no_growth() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "soak", "--scale", "0.01"],
         env={**os.environ, "PYTHONPATH": launch.python_path()},

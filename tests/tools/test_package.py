@@ -1,4 +1,4 @@
-"""What is shipped: relocatable libraries that export the API alone, in a wheel that is complete."""
+"""The package: relocatable libraries that export only the API, in a complete wheel."""
 
 import ctypes
 import os
@@ -37,7 +37,7 @@ def _dynamic(library: Path, tag: str) -> list[str]:
     return re.findall(rf"\({tag}\).*\[(.*)\]", text)
 
 
-def test_core_and_bindings_lie_side_by_side() -> None:
+def test_core_and_bindings_are_in_one_folder() -> None:
     names = {library.name.split(".")[0] for library in LIBRARIES}
     assert names == {"libcgx", "libcgx_mpi", "_numpy_ops", "_torch_ops", "_xla_ffi"}
 
@@ -63,18 +63,18 @@ def _exported(library: str) -> set[str]:
     return {line.split()[-1].split("@")[0] for line in symbols.splitlines()}
 
 
-def test_core_exports_the_api_and_nothing_else() -> None:
+def test_core_exports_only_the_api() -> None:
     header = _headers()
     declared = set(re.findall(r"CGX_API [^(;]*?\b(cgx_\w+)\(", header))
     assert len(declared) > 15
     assert _exported("libcgx.so") == declared
 
 
-def test_mpi_library_exports_its_entry_alone() -> None:
+def test_mpi_library_exports_only_its_entry() -> None:
     assert _exported("libcgx_mpi.so") == {"cgx_mpi"}
 
 
-def test_python_declares_what_the_header_does() -> None:
+def test_python_declarations_match_the_header() -> None:
     header = _headers()
     header = re.sub(r"/\*.*?\*/|//[^\n]*", "", header, flags=re.DOTALL)
     functions = {
@@ -104,7 +104,7 @@ def test_python_declares_what_the_header_does() -> None:
             assert given is wanted if wanted else ctypes.sizeof(given) == pointer, (name, field)
 
 
-def test_table_of_verbs_is_the_headers() -> None:
+def test_table_of_verbs_equals_the_header() -> None:
     (body,) = re.findall(r"typedef enum cgx_verb_t \{(.*?)\}", _headers(), re.DOTALL)
     numbers = {name.lower(): int(number) for name, number in re.findall(r"CGX_(\w+) = (\d+)", body)}
     assert numbers == {name: row["id"] for name, row in tables.VERBS.items()}
@@ -114,14 +114,14 @@ def test_table_of_verbs_is_the_headers() -> None:
         assert row["reduces"] or not row["residuals"]
 
 
-def test_page_of_options_is_the_cores_table() -> None:
+def test_page_of_options_equals_the_core_table() -> None:
     row = "| `{name}` | `{default}` | {accepted} | {documentation} |"
     rows = [row.format(**field) for field in tables.CONFIG_FIELDS]
     page = (ROOT / "docs/reference/options.md").read_text().splitlines()
     assert [line for line in page if line.startswith("| `")] == rows
 
 
-def test_bindings_export_their_entry_point_alone() -> None:
+def test_bindings_export_only_their_entry_point() -> None:
     for module in ("_numpy_ops", "_torch_ops", "_xla_ffi"):
         entry = f"PyInit_{module}"
         library = PACKAGE / f"{module}{sysconfig.get_config_var('EXT_SUFFIX')}"
@@ -131,7 +131,7 @@ def test_bindings_export_their_entry_point_alone() -> None:
         assert not [name for name in strong if name.startswith("cgx")]
 
 
-def test_version_says_what_it_was_built_for() -> None:
+def test_version_names_the_frameworks_of_the_build() -> None:
     built = binary.built_with()
     torch, jax = (".".join(built[name].split(".")[:2]) for name in ("torch", "jax"))
     served = f"+torch{torch}.jax{jax}" + (".cu13" if "cuda" in built else "")
@@ -150,7 +150,7 @@ def test_version_says_what_it_was_built_for() -> None:
         ("MAX_JOBS", "0"), ("MAX_JOBS", "two"),
     ],
 )  # fmt: skip
-def test_a_build_does_not_ignore_what_it_cannot_understand(variable: str, value: str) -> None:
+def test_build_rejects_invalid_variables(variable: str, value: str) -> None:
     result = subprocess.run(
         [sys.executable, ROOT / "setup.py", "--version"],
         env={**os.environ, variable: value},
@@ -162,8 +162,8 @@ def test_a_build_does_not_ignore_what_it_cannot_understand(variable: str, value:
     assert result.stderr.startswith(f"cgx_ops: {variable} is {value!r}; it must be ")
 
 
-def test_sdist_is_the_tracked_tree(tmp_path: Path) -> None:
-    """Packed without git, beside what builds and tests leave."""
+def test_sdist_contains_the_tracked_files(tmp_path: Path) -> None:
+    """Pack without git, next to files left by builds and tests."""
     if not (ROOT / ".git").exists():
         pytest.skip("not a checkout: what is tracked is not known")
     listed = _output("git", "ls-files", "-z", cwd=ROOT).split("\0")
@@ -218,7 +218,7 @@ def test_wheel_works_without_the_source_tree(tmp_path: Path) -> None:
     assert not strangers
     assert not [n for n in names if n.endswith((".cc", ".py")) and "csrc" in n]
 
-    # Another environment: this package comes from the wheel, what it depends on from this one.
+    # Use another environment: this package comes from the wheel, its dependencies from here.
     new = tmp_path / "venv"
     _output(sys.executable, "-m", "venv", "--without-pip", new)
     site = _output(new / "bin/python", "-c", "import site; print(site.getsitepackages()[0])")

@@ -1,4 +1,4 @@
-"""The runner of the checks of rank programs, and the pytest items of them."""
+"""The runner of the checks of rank programs, and their pytest items."""
 
 import sys
 from pathlib import Path
@@ -45,7 +45,9 @@ def test_all_run_in_order_and_are_reported(
         assert ended.keys() == set(names) and "then the program failed" in ended["first"]
 
 
-def test_names_choose(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_select_checks(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     module = ModuleType("torch_some.module")
     module.__dict__["CHECKS"] = [first, second, fails]
     by_name = checks.of_modules(module)
@@ -58,7 +60,7 @@ def test_names_choose(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mo
         checks.run(by_name, ["first", "irst"])
 
 
-def test_a_failure_names_its_check_and_ends_the_run(capsys: pytest.CaptureFixture[str]) -> None:
+def test_failure_names_its_check_and_ends_the_run(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ArithmeticError) as failure:
         checks.run(checks.named(first, fails, second), [])
     assert failure.value.__notes__ == ["The check that failed: fails"]
@@ -70,7 +72,7 @@ def test_a_failure_names_its_check_and_ends_the_run(capsys: pytest.CaptureFixtur
     assert failures_of([], names, ["first"], "status 1").keys() == {"first"}
 
 
-def test_names_are_of_one_check_each() -> None:
+def test_names_are_unique() -> None:
     with pytest.raises(ValueError, match="several checks have one name"):
         checks.named(first, first)
 

@@ -1,9 +1,9 @@
-"""benchmarks/simulator.py and its parts: the model counts what the core sends.
+"""benchmarks/simulator.py and its parts: the model counts the bytes that the core sends.
 
-counts   bytes that a rank sends: cgx_plan's, to the byte
-prices   limits in which the time is known, and what must never shrink
-fit      constants that made the times are found from some of them
-growth   who takes part, on threads
+counts   bytes sent by a rank, equal to cgx_plan's
+prices   limits with known times, and monotonicity
+fit      finds the constants from some of the times that they produced
+growth   participants, on threads
 """
 
 import argparse
@@ -29,7 +29,7 @@ from cgx_ops._core.codec import encoded_bytes
 
 EVERY = {**ALGORITHMS, **PEERS}
 BITS = (2, 4, 8, 32)
-# Values: of one shard and several chunks, of uneven shards, of fewer buckets than ranks.
+# Values: one shard and several chunks, uneven shards, fewer buckets than ranks.
 VALUES = (512, 5 * 512, 512 * 240, 512 * 4801)
 SLOW = Constants(
     link_rate=125e6,
@@ -53,8 +53,8 @@ def test_wire_bytes(bits: int) -> None:
 
 @pytest.mark.parametrize("size", [2, 3, 4, 7, 16])
 @pytest.mark.parametrize("algorithm", ["one_shot", "sra", "ring"])
-def test_bytes_are_those_of_the_plan(algorithm: str, size: int) -> None:
-    """Of the rank that sends most; in a ring, where shards differ, of all ranks together."""
+def test_bytes_equal_the_plan(algorithm: str, size: int) -> None:
+    """Compare the rank that sends most; for a ring with uneven shards, the sum over ranks."""
     cases = list(itertools.product(VALUES, BITS))
     planned = launch.threads(
         size, lambda _, comm: [plan(comm, algorithm, *case).payload_bytes for case in cases]
@@ -69,8 +69,8 @@ def test_bytes_are_those_of_the_plan(algorithm: str, size: int) -> None:
 
 @pytest.mark.parametrize("values", [512 * 8, 512 * 4801])
 @pytest.mark.parametrize("algorithm", ["one_shot", "sra"])
-def test_bytes_are_those_that_are_sent(algorithm: str, values: int) -> None:
-    """Headers included; one_shot of the smaller size rides in them."""
+def test_bytes_equal_those_sent(algorithm: str, values: int) -> None:
+    """Include headers; the smaller one_shot message fits into them."""
     config = Config(algorithm=algorithm)  # pyright: ignore[reportArgumentType]
 
     def sent(_rank: int, comm: Communicator) -> int:
@@ -81,8 +81,8 @@ def test_bytes_are_those_that_are_sent(algorithm: str, values: int) -> None:
     assert ALGORITHMS[algorithm](values, 4, Ranks(1, 3)).sent == max(launch.threads(3, sent))
 
 
-def test_bytes_of_hierarchical_are_those_of_the_plan() -> None:
-    """Of shards that are equal: the most of one kind is not the most of the other."""
+def test_bytes_of_hierarchical_equal_the_plan() -> None:
+    """Use equal shards, because otherwise different ranks send the most near and far bytes."""
     cases = [["hierarchical", values, bits] for values in (512 * 4, 512 * 4800) for bits in BITS]
     outputs = launch.mpirun(4, "run_plan.py", *map(json.dumps, cases), hosts="a,a,b,b")
     planned = [json.loads(output.splitlines()[-1]) for output in outputs]
@@ -93,7 +93,7 @@ def test_bytes_of_hierarchical_are_those_of_the_plan() -> None:
 
 @pytest.mark.parametrize("algorithm", [name for name in EVERY if name != "hierarchical"])
 def test_near_and_far_bytes(algorithm: str) -> None:
-    """All bytes are far with a rank a host, near on one host; they are as many, however spread."""
+    """Check that bytes are far with one rank per host, near on one host, and constant in sum."""
     apart, between, together = (
         EVERY[algorithm](1 << 20, 32, Ranks(hosts, 16 // hosts)) for hosts in (16, 4, 1)
     )
@@ -107,7 +107,7 @@ def test_near_and_far_bytes(algorithm: str) -> None:
 
 @pytest.mark.parametrize("ranks", [Ranks(2, 1), Ranks(8, 1), Ranks(64, 1)])
 @pytest.mark.parametrize("algorithm", ["sra", "ring", "hierarchical", *PEERS])
-def test_on_a_link_alone_time_is_bytes_over_rate(algorithm: str, ranks: Ranks) -> None:
+def test_time_on_an_ideal_link_is_bytes_over_rate(algorithm: str, ranks: Ranks) -> None:
     values = 512 * ranks.size * 100
     work = EVERY[algorithm](values, 32, ranks)
     least = 2 * (ranks.size - 1) / ranks.size * 4 * values
@@ -119,8 +119,8 @@ def test_on_a_link_alone_time_is_bytes_over_rate(algorithm: str, ranks: Ranks) -
     )
 
 
-def test_hosts_of_many_ranks_send_no_more_than_they_must() -> None:
-    """2(h-1)/h of the encoded bytes, from lanes that share them; a flat sra sends lanes times."""
+def test_hosts_of_many_ranks_send_the_minimum() -> None:
+    """Check 2(h-1)/h of the encoded bytes, shared by lanes; a flat sra sends a multiple of it."""
     ranks, values = Ranks(4, 8), 512 * 3200
     must = 2 * 3 / 4 * cost_model.wire_bytes(values, 4)
     headers = 8 * 24 * HEADER_BYTES
@@ -156,7 +156,7 @@ def test_every_constant_counts(algorithm: str, ranks: Ranks) -> None:
 
 
 def test_link_and_processor_overlap() -> None:
-    """Many chunks: the longer of the two. One chunk: both."""
+    """Check that many chunks take the longer of the two times, and one chunk takes both."""
     ranks, processor = Ranks(2, 1), {("encode", 4): 1e-9}
     for values, share in ((512 * 40_000, 1 / 162), (512 * 16, 1.0)):
         work = cost_model.sra(values, 4, ranks)
@@ -184,7 +184,7 @@ TRUE = cost_model.Machine(SLOW.rates, 2e-5, 1e-9, 3e-4, 5e-4, 2e-6, 3e-5, 7e-6, 
 
 
 def samples(worlds: Sequence[simulator.World]) -> list[simulator.Sample]:
-    """Return what TRUE would take, of two algorithms and widths."""
+    """Return the times that TRUE predicts, for two algorithms and widths."""
     made = []
     for world in worlds:
         for size, algorithm, bits in itertools.product(world.sizes, ("one_shot", "sra"), (32, 4)):
@@ -196,17 +196,17 @@ def samples(worlds: Sequence[simulator.World]) -> list[simulator.Sample]:
 
 
 def test_fit_finds_the_constants() -> None:
-    """From what is fitted alone; predictions of all the rest are then right."""
+    """Fit some times only; the predictions of all others must be right."""
     every = samples(simulator.WORLDS)
     known = cost_model.Machine(TRUE.rates, TRUE.far_message, TRUE.far_byte)
     found = simulator.fit([sample for sample in every if sample.fitted], known)
     for sample in every:
-        # least_squares stops at changes below 1e-8 of its sum of squares: here 1e-4 is far above.
+        # least_squares stops at changes below 1e-8 of its sum of squares, far below 1e-4 here.
         assert simulator.predict(sample, found) == pytest.approx(sample.cost.seconds, rel=1e-4)
 
 
 def test_hosts_made_here_share_its_cores() -> None:
-    """Twice the hosts, with work for processors alone: each has half of a core."""
+    """Check that with twice the hosts, and processor time only, each has half of a core."""
     of_two, of_four = (
         simulator.Sample(
             simulator.World(hosts, 1, "", (1 << 24,)),
@@ -223,8 +223,8 @@ def test_hosts_made_here_share_its_cores() -> None:
     )
 
 
-def test_auto_is_the_cores() -> None:
-    """predictions.auto() is what the core picks; hosts of several ranks aside, in threads."""
+def test_auto_equals_the_core() -> None:
+    """Compare predictions.auto() with the core's selection on threads, without several hosts."""
 
     def picked(_rank: int, comm: Communicator) -> list[str]:
         return [algorithm_of(plan(comm, "auto", size // 4, 4)) for size in predictions.GRID]
@@ -234,8 +234,8 @@ def test_auto_is_the_cores() -> None:
 
 
 @pytest.mark.parametrize(("hosts", "per_host"), [(2, 4), (4, 2)])
-def test_auto_is_the_cores_on_hosts_of_several_ranks(hosts: int, per_host: int) -> None:
-    """Around the limits: on 2 hosts of 4 ranks 2 KiB of encoded values, on 4 of 2 2.7 KiB."""
+def test_auto_equals_the_core_on_hosts_of_several_ranks(hosts: int, per_host: int) -> None:
+    """Test around the limits: 2 KiB of encoded values on 2 hosts of 4 ranks, 2.7 KiB on 4 of 2."""
     sizes = [64, 512, *range(12 << 10, 24 << 10, 1 << 10), 64 << 10]
     cases = [json.dumps(["auto", size // 4, 4]) for size in sizes]
     names = ",".join(name for name in "abcd"[:hosts] for _ in range(per_host))

@@ -1,4 +1,4 @@
-"""The training benchmarks run, small, on two ranks of this host, and report what they should."""
+"""The training benchmarks run, with small sizes, on two ranks of this host; their reports."""
 
 import json
 import math
@@ -58,7 +58,7 @@ def test_step_is_divided_into_phases(program: str, first: str, count: int, tmp_p
 
 
 def curve(method: str, losses: list[float], warmup: int = 0) -> dict[str, Any]:
-    """Return a curve of ten steps a point, as the examples write it."""
+    """Return a curve with a point every ten steps, in the format of the examples."""
     return {
         "method": method,
         "ours": method != "gloo",
@@ -79,13 +79,11 @@ def curve(method: str, losses: list[float], warmup: int = 0) -> dict[str, Any]:
         ([3, 2, 1], 0.5, None),
     ],
 )
-def test_a_target_is_crossed_between_points(
-    losses: list[float], target: float, steps: float | None
-) -> None:
+def test_target_between_points(losses: list[float], target: float, steps: float | None) -> None:
     assert convergence.crossing(curve("x", losses), target) == steps
 
 
-def test_time_to_the_loss_is_steps_times_their_seconds() -> None:
+def test_time_to_loss() -> None:
     exact = [float(loss) for loss in range(20, 0, -1)]
     curves = {
         "gloo": [curve("gloo", exact)] * 3,  # 9 after 120 of 200 steps
@@ -109,7 +107,7 @@ def test_time_to_the_loss_is_steps_times_their_seconds() -> None:
     assert row[5:] == ["-", "", "none", "-", ""]
 
 
-def test_tables_replace_what_is_between_the_markers_of_a_page(tmp_path: Path) -> None:
+def test_tables_replace_text_between_markers(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("before\n<!-- begin a -->\nold\n<!-- end a -->\nafter\n")
     table = Table("title", ["who", "s"], [["x", "1"]], notes=["A note."])

@@ -13,7 +13,7 @@ from support import torch_cases as tc
 from support.rank_checks import Launch, RankCheck, rank_checks
 
 RANKS = Path(__file__).parents[1] / "ranks"
-# Their own environment: nothing of a launcher of these tests.
+# An environment without the variables of any launcher.
 PLAIN = {
     name: value
     for name, value in os.environ.items()
@@ -29,7 +29,7 @@ def free_port() -> int:
 
 
 def processes(n: int, program: str, *args: str, timeout: float = 90) -> list[str]:
-    """Run a program on n ranks as multiprocessing would: torch's variables, and no launcher."""
+    """Run a program on n ranks, with torch's variables and without a launcher."""
     common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(n)}
     common["PYTHONPATH"] = launch.python_path()
     started = [
@@ -56,9 +56,9 @@ def processes(n: int, program: str, *args: str, timeout: float = 90) -> list[str
 
 
 PROGRAM = "run_torch_backend.py"
-# What moves data in the core; the rest knows no transport, or is gloo's.
+# Checks of data transfer in the core; the others do not depend on the transport, or use gloo.
 OVER_MPI = ["asynchronous", "coalescing", "compression", "compressors", "data_parallel", "groups"]
-# What depends on how ranks find each other; the rest is the same code over the same transport.
+# Checks that depend on the rendezvous; the others run the same code over the same transport.
 FINDING = ["delegated_to_gloo", "collectives", "objects", "point_to_point", "compression", "groups"]
 FINDING += ["sequence_numbers", "bad_input", "recreated_groups"]
 WRAPPED = ["exact_allreduce", "delegated_to_gloo", "collectives", "objects", "point_to_point"]
@@ -71,7 +71,7 @@ MPI = {**tc.ENVIRONMENT, "COMMUNICATOR_TYPE": "MPI", "EXPECTED_TRANSPORT": "mpi"
 
 
 @rank_checks(Launch(4, PROGRAM, env=SHM), Launch(2, PROGRAM, env=SHM, marks=exhaustive))
-def test_every_case_under_mpirun(check: RankCheck) -> None:
+def test_all_checks_under_mpirun(check: RankCheck) -> None:
     check.passes()
 
 
@@ -79,7 +79,7 @@ def test_every_case_under_mpirun(check: RankCheck) -> None:
     Launch(3, PROGRAM, *OVER_MPI, env=MPI, marks=slow),
     Launch(3, PROGRAM, env=MPI, marks=exhaustive),
 )
-def test_cases_over_mpi(check: RankCheck) -> None:
+def test_checks_over_mpi(check: RankCheck) -> None:
     check.passes()
 
 
@@ -87,7 +87,7 @@ def test_cases_over_mpi(check: RankCheck) -> None:
     Launch(3, PROGRAM, *WRAPPED, env={**SHM, "TORCH_DISTRIBUTED_DEBUG": "DETAIL"}, marks=exhaustive)
 )
 def test_debug_detail(check: RankCheck) -> None:
-    """TORCH_DISTRIBUTED_DEBUG=DETAIL wraps the backend; it too meets no late rank."""
+    """Check the backend wrapped by TORCH_DISTRIBUTED_DEBUG=DETAIL, without late ranks."""
     check.passes()
 
 
@@ -96,7 +96,7 @@ def test_debug_detail(check: RankCheck) -> None:
     Launch(3, PROGRAM, by=launch.torchrun, env=SHM, marks=exhaustive),
 )
 def test_torchrun(check: RankCheck) -> None:
-    """Shared memory, without MPI."""
+    """Use shared memory, without MPI."""
     check.passes()
 
 

@@ -1,4 +1,4 @@
-"""carrier="c10d" under torchrun, without MPI: the rank program has what is shown."""
+"""carrier="c10d" under torchrun, without MPI. The checks are in the rank program."""
 
 import uuid
 from collections.abc import Sequence

@@ -10,7 +10,7 @@ from support import torch_cases as tc
 from cgx_ops import Communicator, Config
 
 coalesced = torch.ops.cgx.quantized_allreduce_coalesced
-SIZES = [513, 0, 17, 1, 5000, 512, 8]  # 8 and 1: too small, they travel exact
+SIZES = [513, 0, 17, 1, 5000, 512, 8]  # tensors of 8 or fewer elements are sent exactly
 
 
 def inputs(rank: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
@@ -24,7 +24,7 @@ def segments(bits: int, bucket_size: int) -> list[reference.Segment]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("n", [1, 2, 3])
-def test_each_tensor_has_its_own_buckets(dtype: torch.dtype, n: int) -> None:
+def test_tensors_have_separate_buckets(dtype: torch.dtype, n: int) -> None:
     cases: list[tuple[int, int, reference.Op]] = [(1, 64, "sum"), (4, 512, "avg"), (32, 512, "sum")]
 
     def rank_program(rank: int, comm: Communicator) -> tuple[list[list[torch.Tensor]], int]:
@@ -48,7 +48,7 @@ def test_each_tensor_has_its_own_buckets(dtype: torch.dtype, n: int) -> None:
             np.testing.assert_array_equal(got.view(np.uint8), want.view(np.uint8))
 
 
-def test_shapes_and_strides_are_kept() -> None:
+def test_shapes_and_strides_are_preserved() -> None:
     def rank_program(rank: int, comm: Communicator) -> None:
         x = tc.values(rank, 600).reshape(20, 30)
         scalar = torch.tensor(float(rank + 1))
@@ -108,19 +108,19 @@ def test_a_tensor_without_gradient_in_the_list() -> None:
         ([torch.ones(8), torch.ones(8).to_sparse()], TypeError, r"to_dense\(\)"),
     ],
 )
-def test_bad_lists_are_refused(xs: list[torch.Tensor], error: type[Exception], words: str) -> None:
+def test_bad_lists_raise(xs: list[torch.Tensor], error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         coalesced(xs)
 
 
-def test_a_refused_call_draws_nothing() -> None:
+def test_rejected_call_draws_no_seed() -> None:
     state = torch.get_rng_state()
     with pytest.raises(TypeError):
         coalesced([torch.ones(100), torch.ones(8, dtype=torch.int32)])
     assert torch.equal(state, torch.get_rng_state())
 
 
-def test_messages_of_a_wrong_size_are_refused() -> None:
+def test_messages_of_wrong_size_raise() -> None:
     cgx, x, few = torch.ops.cgx, [torch.randn(2**16)], torch.empty(3, dtype=torch.uint8)
     options = (None, tc.packed(Config(rounding="nearest", algorithm="sra")))
     for call in (

@@ -1,4 +1,4 @@
-"""Every compressor by torch.ops.cgx: the rank program says what is shown; and bad arguments."""
+"""Every compressor in torch.ops.cgx (checks in the rank program), and invalid arguments."""
 
 import re
 from typing import Any
@@ -23,7 +23,7 @@ OF_SEVERAL = [*EACH, "indices_depend_on_call_index", "mismatched_settings"]
         4, PROGRAM, *OF_SEVERAL, env=tc.ENVIRONMENT, timeout=180, marks=[pytest.mark.exhaustive]
     ),
 )
-def test_results_are_those_of_numpy(check: RankCheck) -> None:
+def test_results_equal_numpy(check: RankCheck) -> None:
     check.passes()
 
 
@@ -46,7 +46,7 @@ def test_results_are_those_of_numpy(check: RankCheck) -> None:
         ({"compressor": "threshold", "algorithm": "sra"}, "cannot encode a segment in parts"),
     ],
 )
-def test_what_makes_no_sense(options: dict[str, Any], words: str) -> None:
+def test_invalid_options(options: dict[str, Any], words: str) -> None:
     error: type[Exception] = TypeError if "sra" in options.values() else ValueError
     with pytest.raises(error, match=re.escape(words)):
         tc.allreduce(torch.ones(100), **tc.keywords(**options))

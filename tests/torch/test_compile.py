@@ -1,4 +1,4 @@
-"""torch.ops.cgx under torch.compile, on two processes: see the rank programs for what is shown."""
+"""torch.ops.cgx under torch.compile, on two processes. The checks are in the rank programs."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from support import torch_cases as tc
 from support.rank_checks import Launch, RankCheck, rank_checks
 
 # Two compilers share two cores, so deadlines are far above the usual half minute to a minute. A
-# collective that misses its peer fails long before, and says so.
+# collective that misses its peer fails long before.
 OPTIONS: dict[str, Any] = {"env": {**tc.ENVIRONMENT, "CGX_TIMEOUT": "90"}, "timeout": 600}
 slow, exhaustive = [pytest.mark.slow], [pytest.mark.exhaustive]
 
@@ -23,7 +23,7 @@ LONGER += ["checkpointed_in_a_whole_step"]
     Launch(2, "run_torch_compile.py", *DAILY, **OPTIONS),
     Launch(2, "run_torch_compile.py", *LONGER, marks=slow, **OPTIONS),
 )
-def test_refusals_and_results_are_those_of_eager(check: RankCheck) -> None:
+def test_errors_and_results_equal_eager(check: RankCheck) -> None:
     check.passes()
 
 

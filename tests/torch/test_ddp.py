@@ -1,4 +1,4 @@
-"""DistributedDataParallel with the quantized hook: the rank program says what is shown."""
+"""DistributedDataParallel with the quantized hook. The checks are in the rank program."""
 
 import pytest
 from support import torch_cases as tc

@@ -1,6 +1,6 @@
-"""Deep Gradient Compression: where ranks share hosts, and its warm-up.
+"""Deep Gradient Compression: several ranks per host, and the warm-up.
 
-torch/test_hooks.py has the hook.
+torch/test_hooks.py tests the hook.
 """
 
 import pytest

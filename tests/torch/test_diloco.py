@@ -1,6 +1,6 @@
-"""Outer loops whose members change: one is killed in a synchronisation, another one joins later.
+"""Outer loops with changing members: one is killed in a synchronization, another joins later.
 
-What an outer loop makes of values is in torch/test_hooks.py (tests/ranks/torch_hooks/diloco.py).
+torch/test_hooks.py tests the values (tests/ranks/torch_hooks/diloco.py).
 """
 
 import contextlib
@@ -18,18 +18,18 @@ import pytest
 import torch.distributed
 from support import launch
 
-dist: Any = torch.distributed  # its annotations are those of its own internals
+dist: Any = torch.distributed  # its annotations refer to torch internals
 PROGRAM = Path(__file__).parents[1] / "ranks" / "run_torch_diloco_members.py"
 STEPS, DIES_AT = 400, 8
 
 
 @contextlib.contextmanager
 def member(port: int, folder: Path, name: str, *more: int) -> Iterator[Any]:
-    """Start one; it is gone in the end."""
+    """Start a member, and kill it at the end."""
     log = folder / name
     environment = {"CGX_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     environment |= {"PYTHONPATH": launch.python_path(), "COMMUNICATOR_TYPE": "TCP"}
-    # Else a newcomer waits for an address that the others have told each other before.
+    # Otherwise a new member waits for an address that the others exchanged earlier.
     environment |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     with log.open("w") as out:
         process = subprocess.Popen(
@@ -44,11 +44,11 @@ def member(port: int, folder: Path, name: str, *more: int) -> Iterator[Any]:
 
 
 def ended(process: Any, log: Path, deadline: float) -> dict[str, Any]:
-    """Return what a member says, in time."""
+    """Return a member's report before the deadline."""
     try:
         status = process.wait(max(1.0, deadline - time.monotonic()))
     except subprocess.TimeoutExpired:
-        process.send_signal(signal.SIGABRT)  # it tells where it is
+        process.send_signal(signal.SIGABRT)  # makes it print its stack
         status = f"none in time; killed: {process.wait()}"
     text = log.read_text()
     assert status == 0, f"{log.name} ended with status {status}:\n{text[-4000:]}"
@@ -74,13 +74,14 @@ def test_members_come_and_go(tmp_path: Path) -> None:
     for each in left:
         assert len(each["failures"]) == 1, each
         assert "fragment 0 was not averaged" in each["failures"][0], each
-        # Three, then the two that are left, then the newcomer too; or it is there at once.
+        # Three, then the two survivors, then the new member too, unless it joins immediately.
         assert (each["sizes"][0], each["sizes"][-1]) == (3, 3), each
         assert each["begun_at"] == 0
     assert joined["sizes"][-1] == 3, joined
     assert not joined["failures"], joined
     assert joined["begun_at"] >= DIES_AT
-    assert joined["first"] < 0.9 * left[0]["first"], (joined, left)  # it has what the others learnt
+    # it starts from the others' parameters
+    assert joined["first"] < 0.9 * left[0]["first"], (joined, left)
     for each in (*left, joined):
         assert each["equal"] == [True] * 3
         assert each["applied"] == left[0]["applied"]

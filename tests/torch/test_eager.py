@@ -21,7 +21,7 @@ SIZES = [0, 1, 15, 16, 513, 5000]
 
 
 def kernel(x: torch.Tensor, seed: int, group: str, **options: Any) -> torch.Tensor:
-    """Call the operator under quantized_allreduce, with a seed of the caller's choice."""
+    """Call the operator below quantized_allreduce with a given seed."""
     op, depth = options.pop("op", "sum"), options.pop("depth", 0)
     call = tc.packed(Config(**{"algorithm": "sra", **options}), op, depth)
     return torch.ops.cgx.quantized_all_reduce(x, torch.tensor(seed), call, group)
@@ -62,7 +62,7 @@ def test_nearest_equals_the_oracle(
             assert tc.same_bits(results[rank][i], want), (rank, size, bits, op)
 
 
-def test_each_option_arrives() -> None:
+def test_each_option_reaches_the_core() -> None:
     options: list[dict[str, Any]] = [
         {"gather_bits": 8},
         {"skip_incomplete_buckets": True},
@@ -147,7 +147,7 @@ def test_in_place_reduces_in_x() -> None:
             tc.allreduce_(y, group_name=comm.name, rounding="nearest")
         assert tc.same_bits(y, want)
 
-        # A view that is negative: its memory holds the values without the sign.
+        # A negative view, whose memory has the values without the sign.
         negative = torch.complex(torch.zeros(5), tc.values(rank, 5)).conj().imag
         assert negative.is_neg()
         smallest = tc.allreduce(negative, 32, op="min", group_name=comm.name)
@@ -162,7 +162,7 @@ def test_in_place_reduces_in_x() -> None:
     assert torch.equal(strided1, total)
 
 
-def test_in_place_is_seen_by_autograd() -> None:
+def test_autograd_detects_in_place_changes() -> None:
     x = torch.arange(20.0, requires_grad=True)
     y = x * 3
     tc.allreduce_(y)
@@ -205,7 +205,7 @@ def test_second_derivative() -> None:
     assert torch.equal(x.grad, 6 * x.detach())
 
 
-def test_gradient_noise_is_derived_and_draws_nothing() -> None:
+def test_gradient_noise_is_derived_without_a_draw() -> None:
     gradient = tc.values(0, 2000)
     (seed,) = tc.drawn_seeds(11)
     torch.manual_seed(11)
@@ -215,7 +215,7 @@ def test_gradient_noise_is_derived_and_draws_nothing() -> None:
     y.backward(gradient)
     assert torch.equal(torch.get_rng_state(), state)
 
-    # What a rank of one cannot show (it encodes nothing): the seed of the gradient's noise.
+    # A single rank encodes nothing and cannot show this: the seed of the gradient's noise.
     def rank_program(rank: int, comm: Communicator) -> list[torch.Tensor]:
         return [
             kernel(gradient, seed + rank, comm.name, depth=1),
@@ -251,7 +251,7 @@ def test_seeds_follow_manual_seed() -> None:
     assert max(first + tc.drawn_seeds(4, 20)) > 2**40
 
 
-# ---- What torch expects of an operator -----------------------------------------------------------
+# ---- torch's checks of operators -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("requires_grad", [False, True])
@@ -267,8 +267,8 @@ def test_opcheck_public(options: dict[str, Any], requires_grad: bool) -> None:
 def test_opcheck_parts() -> None:
     call = (torch.randn(40), torch.tensor(7), tc.packed(Config()), "")
     opcheck(torch.ops.cgx.quantized_all_reduce.default, call)
-    # A start's result may be read after the wait only, and a seed is new each time: the check that
-    # compares results with those of a second run is not for them.
+    # A start's result must not be read before the wait, and each call has a new seed, so the check
+    # that compares two runs does not apply.
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
     with waited():
         for overload in ("default", "borrow"):
@@ -279,7 +279,7 @@ def test_opcheck_parts() -> None:
 
 @contextlib.contextmanager
 def waited() -> Iterator[None]:
-    """Wait for every collective that is started inside, so that none is left behind."""
+    """Wait for every collective started inside, so that none is left in flight."""
 
     class Wait(TorchDispatchMode):
         def __torch_dispatch__(
@@ -294,7 +294,7 @@ def waited() -> Iterator[None]:
         yield
 
 
-def test_modes_see_the_call() -> None:
+def test_dispatch_modes_receive_the_call() -> None:
     seen: list[str] = []
 
     class Record(TorchDispatchMode):
@@ -310,7 +310,7 @@ def test_modes_see_the_call() -> None:
     assert seen.count("cgx.quantized_all_reduce.default") == 2
 
 
-def test_an_unwaited_start_does_not_hold_up_the_exit() -> None:
+def test_start_without_wait_does_not_block_exit() -> None:
     program = (
         "import torch, cgx_ops.torch\n"
         "torch.ops.cgx.quantized_all_reduce_start(\n"

@@ -1,6 +1,6 @@
-"""What torch.ops.cgx refuses, and what a failure leaves behind.
+"""Errors of torch.ops.cgx, and the state after a failure.
 
-On several processes: ranks/torch_refused.py, which torch/test_compile.py runs.
+ranks/torch_refused.py, run by torch/test_compile.py, tests several processes.
 """
 
 import re
@@ -21,9 +21,9 @@ from cgx_ops.torch.backend import errors
 
 
 @pytest.mark.parametrize("case", BAD_CALLS)
-def test_refused_with_the_remedy(case: str) -> None:
+def test_errors_name_the_remedy(case: str) -> None:
     call, kind, text = BAD_CALLS[case]
-    cgx_ops.init()  # the world is known then
+    cgx_ops.init()  # the world now exists
     state = torch.get_rng_state()
     with pytest.raises(kind, match=re.compile(text, re.DOTALL)):
         call()
@@ -34,7 +34,7 @@ def test_refused_with_the_remedy(case: str) -> None:
 @pytest.mark.parametrize(
     "case", ["int64", "bits 9", "bucket_size 0", "op", "op at 4 bits", "rounding", "algorithm"]
 )
-def test_refused_on_the_meta_device(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_on_the_meta_device(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     call, kind, text = BAD_CALLS[case]
     monkeypatch.setattr("support.torch_bad_calls.X", torch.ones(40, device="meta"))
     with pytest.raises(kind, match=re.compile(text, re.DOTALL)):
@@ -59,7 +59,7 @@ def test_meta_tensors_pass() -> None:
     ],
     ids=["shape", "bits", "bucket_size", "op", "dtype"],
 )
-def test_ranks_that_disagree(mine: dict[str, Any], yours: dict[str, Any]) -> None:
+def test_mismatched_ranks(mine: dict[str, Any], yours: dict[str, Any]) -> None:
     def rank_program(rank: int, comm: Communicator) -> str:
         options = dict(mine if rank == 0 else yours)
         x = torch.ones(options.pop("numel", 900), dtype=options.pop("dtype", torch.float32))
@@ -70,7 +70,7 @@ def test_ranks_that_disagree(mine: dict[str, Any], yours: dict[str, Any]) -> Non
         return str(failure.value)
 
     texts = launch.threads(2, rank_program)
-    for text in texts:  # on both, and with both sides' values
+    for text in texts:  # on both ranks, with both values
         for side in (mine, yours):
             (value,) = side.values()
             assert str(value).removeprefix("torch.") in text, text
@@ -86,7 +86,7 @@ def test_missing_rank() -> None:
         tc.allreduce(torch.ones(100), group_name=comms[0].name)
     for comm in comms:
         comm.close()
-    assert tc.allreduce(torch.ones(5)).sum() == 5  # the world is another communicator
+    assert tc.allreduce(torch.ones(5)).sum() == 5  # the world is a different communicator
 
 
 @pytest.mark.parametrize(
@@ -100,12 +100,12 @@ def test_missing_rank() -> None:
     ],
 )
 def test_hooks_name_the_state_that_they_need(hook: str, kind: str) -> None:
-    """Hooks of torch accept None, and pass it on at the first backward."""
+    """Pass None as the state, which torch's hooks hand over at the first backward."""
     bucket: Any = None
     with pytest.raises(ValueError, match=f"^{hook}: the state is NoneType; it must be a {kind}: "):
         getattr(ddp, hook)(None, bucket)
 
 
-def test_another_torch_is_named() -> None:
+def test_error_for_a_different_torch_version() -> None:
     with pytest.raises(ImportError, match=r"built for torch .* 2\.0\.1 is installed"):
         binary.require_binding("torch", "2.0.1")

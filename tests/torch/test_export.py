@@ -15,14 +15,14 @@ coalesced: Any = torch.ops.cgx.quantized_allreduce_coalesced
 
 
 def kernel_options(*, rank: int | None = None, rounding: Any = "nearest") -> tuple[Any, ...]:
-    """Return what the operators under the public ones take after their tensors."""
+    """Return the low-level operators' arguments after their tensors."""
     seed = torch.tensor(7) if rounding != "nearest" else None
     call = tc.packed(Config(4, 64, rounding, "sra"))
     return (seed, call, "") if rank is None else (seed, call, rank, 2, rank)
 
 
 def calls(name: str) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
-    """Return calls of an operator; a KeyError is an operator that nobody checks."""
+    """Return calls of an operator; a KeyError means that an operator is not tested."""
     x, grad = tc.values(0, 200), tc.values(1, 200).requires_grad_()
     xs = [x, tc.values(0, 30).reshape(5, 6).t()]
     y, ys = x / 8, [each / 8 for each in xs]
@@ -91,7 +91,7 @@ def calls(name: str) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
 
 
 def in_blocks(calls: list[Any]) -> list[Any]:
-    """Return the calls whose compressor's output can be cut into the ranks' blocks."""
+    """Return the calls whose compressor's output can be split into the ranks' blocks."""
     return [each for each in calls if "threshold" not in str(each[1])]
 
 
@@ -107,8 +107,8 @@ def test_opcheck(name: str) -> None:
     packet, _, overload = name.partition(".")
     operator = getattr(getattr(torch.ops.cgx, packet), overload or "default")
     checks = ["test_schema", "test_autograd_registration", "test_faketensor"]
-    # It compares values: every draw is another, and a start has none before its wait. The public
-    # operators are traced into them.
+    # opcheck compares values, but every draw differs, and a start has no value before its wait. The
+    # public operators are traced into these.
     if not name.startswith("draw_") and "_start" not in name:
         checks.append("test_aot_dispatch_dynamic")
     for arguments, keywords in calls(name):
@@ -116,7 +116,7 @@ def test_opcheck(name: str) -> None:
 
 
 class Model(torch.nn.Module):
-    """The plain, the coalesced and the in-place form."""
+    """Use the plain, the coalesced and the in-place form."""
 
     def __init__(self, group: str) -> None:
         super().__init__()
@@ -131,7 +131,7 @@ class Model(torch.nn.Module):
 
 @pytest.mark.parametrize("decomposed", [False, True])
 def test_exported_models_reduce(decomposed: bool) -> None:
-    """Saved and loaded; as public operators, or as their start and wait."""
+    """Save and load a model, as public operators, or as their start and wait."""
     group, inputs = f"exported-{decomposed}", [tc.values(rank, 1000) for rank in range(2)]
     programs = []
     for rank in range(2):

@@ -1,4 +1,4 @@
-"""Tensors that the package makes do not depend on torch's default dtype and device."""
+"""Tensors created by the package do not depend on torch's default dtype and device."""
 
 import ast
 import re
@@ -9,8 +9,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 
-# Functions that use the default dtype or device unless both are given. The defaults are those of
-# torch.set_default_dtype() and torch.set_default_device().
+# Functions that use the default dtype or device unless both are given: torch.set_default_dtype()
+# and torch.set_default_device() change these defaults.
 FACTORIES = {
     "arange", "as_tensor", "asarray", "empty", "empty_permuted", "empty_strided", "eye", "full",
     "linspace", "logspace", "nested_tensor", "normal", "ones", "rand", "randint", "randn",
@@ -22,7 +22,7 @@ LEGACY = {"Tensor", "FloatTensor", "get_default_dtype", "get_default_device"}
 
 
 def incomplete(source: str) -> Iterator[tuple[int, str]]:
-    """Yield line and name of each call that leaves the dtype or the device to a default."""
+    """Yield line and name of each call that uses the default dtype or device."""
     for node in ast.walk(ast.parse(source)):
         if not isinstance(node, ast.Call):
             continue
@@ -35,7 +35,7 @@ def incomplete(source: str) -> Iterator[tuple[int, str]]:
             yield node.lineno, name
 
 
-def test_every_tensor_is_given_its_dtype_and_device() -> None:
+def test_all_factory_calls_have_dtype_and_device() -> None:
     files = list((ROOT / "cgx_ops").rglob("*.py"))
     assert len(files) > 50
     found = [(file.name, *each) for file in files for each in incomplete(file.read_text())]
@@ -58,8 +58,8 @@ def test_incomplete_calls_are_found(source: str, complete: bool) -> None:
     assert (not list(incomplete(source))) == complete
 
 
-def test_the_bindings_make_tensors_with_options() -> None:
-    """In C++ a factory without options has the default dtype: each names its dtype, or a tensor."""
+def test_cpp_factory_calls_have_options() -> None:
+    """Check that each C++ factory call names its dtype, or a tensor."""
     factories = r"\bat::(?:empty|zeros|ones|full|tensor|scalar_tensor|arange|rand\w*)\("
     files = list((ROOT / "torch_ops").glob("*.cc"))
     calls = [

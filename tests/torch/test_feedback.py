@@ -35,8 +35,8 @@ def expected(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_as_the_oracle(size: int, dtype: torch.dtype) -> None:
-    """Neither the tensor nor its residual is changed: both results are new."""
+def test_equals_the_oracle(size: int, dtype: torch.dtype) -> None:
+    """Check that the tensor and its residual are unchanged, and both results are new."""
 
     def rank_program(rank: int, comm: Communicator) -> list[tuple[torch.Tensor, torch.Tensor]]:
         found = []
@@ -100,7 +100,7 @@ def test_an_input_and_its_residual_have_one_gradient() -> None:
     ],
 )
 def test_feedback_that_diverges(keywords: dict[str, Any], words: str) -> None:
-    """On every rank."""
+    """Check that the error is raised on every rank."""
 
     def rank_program(rank: int, comm: Communicator) -> None:
         x = torch.ones(100)
@@ -124,7 +124,7 @@ def test_feedback_that_diverges(keywords: dict[str, Any], words: str) -> None:
         (torch.zeros(100), {"bits": 32}, ValueError, "bits=32: there is no quantization error"),
     ],
 )
-def test_what_does_not_fit(
+def test_invalid_residuals(
     residual: torch.Tensor, keywords: dict[str, Any], error: type[Exception], words: str
 ) -> None:
     with pytest.raises(error, match=words):
@@ -133,16 +133,14 @@ def test_what_does_not_fit(
 
 @pytest.mark.parametrize("carrier", ["native", "c10d"])
 @pytest.mark.parametrize(("tensors", "residuals"), [(1, 0), (0, 1), (3, 1), (1, 3), (2, 4), (4, 2)])
-def test_a_list_with_another_number_of_residuals(
-    tensors: int, residuals: int, carrier: str
-) -> None:
+def test_list_with_wrong_number_of_residuals(tensors: int, residuals: int, carrier: str) -> None:
     with pytest.raises(ValueError, match="a residual for each tensor"):
         tc.feedback_list(
             [torch.ones(100)] * tensors, [torch.zeros(100)] * residuals, carrier=carrier
         )
 
 
-def test_a_kernel_with_another_number_of_residuals() -> None:
+def test_kernel_with_wrong_number_of_residuals() -> None:
     xs, call = [torch.ones(100)] * 3, tc.packed(Config(rounding="nearest"))
     cgx = torch.ops.cgx
     with pytest.raises(ValueError, match="a residual for each tensor"):

@@ -1,4 +1,4 @@
-"""FSDP2 whose collectives are compressed: every message to the bit, every way to train, HSDP."""
+"""FSDP2 with compressed collectives: every message, all training modes, HSDP."""
 
 import re
 
@@ -33,7 +33,7 @@ def test_ranks(check: RankCheck) -> None:
     check.passes()
 
 
-def test_a_model_without_fsdp_is_refused() -> None:
+def test_model_without_fsdp_raises() -> None:
     with pytest.raises(InvalidArgument, match=re.escape("fully_shard before compress")):
         fsdp.compress(nn.Linear(2, 2))
 
@@ -42,7 +42,7 @@ def test_a_model_without_fsdp_is_refused() -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
 @pytest.mark.parametrize("rows", [1, 5, 24])
 def test_parameters_are_found_in_blocks(dim: int, ranks: int, rows: int) -> None:
-    """FSDP pads the last shards of dimension 0; of others all are as long."""
+    """FSDP pads the last shards of dimension 0; shards of other dimensions have equal lengths."""
     shape = torch.Size((rows, 24, 3))
     whole = torch.arange(1.0, shape.numel() + 1).view(shape)
     length = -(-shape[dim] // ranks)
@@ -61,7 +61,7 @@ def test_parameters_are_found_in_blocks(dim: int, ranks: int, rows: int) -> None
     assert parameter.cut_from(blocks).equal(whole)
 
 
-def test_state_goes_on_from_its_state_dict() -> None:
+def test_state_resumes_from_its_state_dict() -> None:
     state = fsdp.State()
     seeds = [state.weights_seed(name) for name in ("a", "b", "a")]
     assert seeds[0] == seeds[2] != seeds[1]

@@ -1,4 +1,4 @@
-"""cgx_ops.torch.all_reduce and its kin: the rank program has what is shown."""
+"""cgx_ops.torch.all_reduce and related functions. The checks are in the rank program."""
 
 from support import launch
 from support import torch_cases as tc

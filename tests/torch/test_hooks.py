@@ -1,6 +1,6 @@
-"""PowerSGD, Deep Gradient Compression, what PyTorch builds around hooks, and outer loops.
+"""PowerSGD, Deep Gradient Compression, PyTorch's features around hooks, and outer loops.
 
-The rank programs say what is shown. All checks of two ranks share a launch.
+The checks are in the rank programs. All checks of two ranks share a launch.
 """
 
 from pathlib import Path
@@ -19,7 +19,7 @@ DAILY += ["diloco.*", "diloco_ranks.*", "hooks.together.*", "hooks.again.*"]
 DAILY += ["by_name", "bad_names", "zero_redundancy", "post_local_sgd"]
 DAILY += ["optim.resumed_on_other_rank_count"]
 DAILY += [f"hooks.*.{check}" for check in ("matches_reference", "bytes_sent", "resumed")]
-# Settings of the caller; a rank that skips a step, or fails: the deadline is 300 seconds.
+# Ambient settings; skipped steps and failures on one rank, with a deadline of 300 seconds.
 ON_THREE = [f"hooks.{each}.*" for each in ("ambient", "grad_scaler", "failing_rank", "names")]
 LONGER = ["pytorchs_trajectory_with_its_options", "residuals_stay_bounded"]
 
@@ -52,8 +52,8 @@ def test_all(check: RankCheck) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_other_numbers_of_ranks(tmp_path: Path) -> None:
-    """What two ranks have saved, four load, and one."""
+def test_other_rank_counts(tmp_path: Path) -> None:
+    """Load the state of two ranks on four, and on one."""
     for n, phase in ((2, "save"), (4, "load"), (1, "load")):
         launch.check_ok(
             launch.mpirun(

@@ -1,4 +1,4 @@
-"""How ranks of mpirun and srun find each other in `init_process_group`; who is left alone."""
+"""Rendezvous of mpirun's and srun's ranks in `init_process_group`, and other launchers."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -41,8 +41,8 @@ def test_srun() -> None:
     assert launchers.place(STEP) == launchers.Place("srun", 5, 8, "gpu07", PORT)
 
 
-def test_the_two_ports_after_the_last_one_are_left() -> None:
-    """JAX's coordinator and the rendezvous of cgx_ops take them."""
+def test_two_ports_are_reserved() -> None:
+    """Check that JAX's coordinator and the rendezvous of cgx_ops have ports."""
     jobs = [STEP | {"SLURM_JOB_ID": str(job)} for job in range(4096)]
     ports = [launchers.place(job).port for job in jobs]
     assert (min(ports), max(ports)) == (61440, 65533)
@@ -64,7 +64,7 @@ def test_first_host_of_a_list(nodes: str, first: str) -> None:
     assert launchers.place(STEP | {"SLURM_STEP_NODELIST": nodes}).host == first
 
 
-# ---- who gets the handler ------------------------------------------------------------------------
+# ---- launchers with the handler ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -73,16 +73,16 @@ def test_first_host_of_a_list(nodes: str, first: str) -> None:
         (STEP, True),
         (MPIRUN, True),
         ({}, False),
-        (STEP | {"RANK": "0", "WORLD_SIZE": "2"}, False),  # torchrun's, under srun
+        (STEP | {"RANK": "0", "WORLD_SIZE": "2"}, False),  # torchrun's variables, under srun
         (MPIRUN | {"RANK": "1", "WORLD_SIZE": "4"}, False),
-        (STEP | {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}, False),  # a shell of salloc's
+        (STEP | {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}, False),  # a shell of salloc
     ],
 )
-def test_who_gets_the_handler(
+def test_launchers_with_the_handler(
     environ: dict[str, str], wrapped: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = dict(_rendezvous_handlers)
-    monkeypatch.setitem(_rendezvous_handlers, "env", before["env"])  # puts it back at the end
+    monkeypatch.setitem(_rendezvous_handlers, "env", before["env"])  # is undone at the end
     set_all(monkeypatch, environ)
     everything = dict(os.environ)
     launch.register()
@@ -93,11 +93,11 @@ def test_who_gets_the_handler(
     assert dict(os.environ) == everything
 
 
-# ---- what the handler asks of torch's ------------------------------------------------------------
+# ---- URLs for torch's handler --------------------------------------------------------------------
 
 
 def asked(url: str = "env://") -> tuple[str, str, dict[str, str]]:
-    """Return the scheme, the address and the query of the URL that one of torch's handlers gets."""
+    """Return scheme, address and query of the URL that torch's handler receives."""
     urls: list[str] = []
 
     def torchs(url: str, **options: Any) -> Iterator[Any]:
@@ -118,10 +118,10 @@ def asked(url: str = "env://") -> tuple[str, str, dict[str, str]]:
         ("env://", {"rank": "5", "world_size": "8"}),
         ("env://?use_libuv=0", {"rank": "5", "world_size": "8", "use_libuv": "0"}),
         ("env://?rank=1&world_size=2", {"rank": "1", "world_size": "2"}),
-        ("env://?rank=5&world_size=-1", {"rank": "5", "world_size": "8"}),  # as torch's RPC asks
+        ("env://?rank=5&world_size=-1", {"rank": "5", "world_size": "8"}),  # as in torch's RPC
     ],
 )
-def test_numbers_of_the_call_come_first(
+def test_arguments_of_the_call_take_precedence(
     url: str, query: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     set_all(monkeypatch, STEP)
@@ -139,7 +139,7 @@ def test_address_of_the_user_under_srun(
 
 
 def test_address_of_the_user_under_mpirun(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch's handler reads it."""
+    """Check that torch's handler reads it."""
     set_all(monkeypatch, MPIRUN | {"MASTER_ADDR": "elsewhere"})
     assert asked() == ("env", "", {"rank": "1", "world_size": "4"})
 

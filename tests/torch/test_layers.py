@@ -1,4 +1,4 @@
-"""cgx_ops.torch.averaging.layers: which layers travel in how many bits."""
+"""cgx_ops.torch.averaging.layers: which layers are sent with how many bits."""
 
 import warnings
 from collections.abc import Callable, Iterator
@@ -44,7 +44,7 @@ def test_patterns_of_cgx(pattern: str, name: str, matches: bool) -> None:
     assert layers.process_rules().match(name) == matches
 
 
-def test_the_last_call_of_cgx_decides() -> None:
+def test_last_call_of_cgx_wins() -> None:
     torch_cgx.set_quantization_bits("conv", 2)
     torch_cgx.set_quantization_bucket_size("conv", 64)
     torch_cgx.set_quantization_bits("conv1", 8)
@@ -54,7 +54,7 @@ def test_the_last_call_of_cgx_decides() -> None:
     assert bits(layers.process_rules(), "conv1.weight") == 32
 
 
-def test_segments_lie_where_the_layers_do() -> None:
+def test_segments_have_the_layers_offsets() -> None:
     found = [Layer("a", 2, 100), Layer("b", 1, 10), Layer("c", 3, 7)]
     rules = Rules([("c", {"bits": 1, "bucket_size": 16})])
     assert segments_of(rules, found, [0, 100, 128], CONFIG) == [
@@ -64,7 +64,7 @@ def test_segments_lie_where_the_layers_do() -> None:
     ]
 
 
-def test_a_layer_has_a_compressor_of_its_own() -> None:
+def test_compressor_of_a_single_layer() -> None:
     rules = Rules(
         [
             ("emb.weight", {"value_bits": 8}),
@@ -85,14 +85,14 @@ def test_a_layer_has_a_compressor_of_its_own() -> None:
         layer = Layer(name, 2, 1000)
         assert rules.of(name, 2, base) == own
         assert segments_of(rules, [layer], [0], base)[0].config == own
-    # A compressor alone leaves vectors exact, also under feedback that was asked for.
+    # A compressor alone leaves vectors exact, also under explicit feedback.
     for config in (base, Config(bits=2, compressor="levels", error_feedback=True)):
         own = rules.of("emb.bias", 1, config)
         assert (own.bits, own.compressor, own.keeps_residuals) == (32, "topk", False)
 
 
-def test_torch_compile_changes_no_names() -> None:
-    """Neither those that are registered nor those that patterns name."""
+def test_torch_compile_does_not_change_names() -> None:
+    """Check registered names and the names in patterns."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     model[1] = torch.compile(model[1])  # type: ignore[call-overload]
     compiled: nn.Module = torch.compile(model)  # type: ignore[assignment]
@@ -122,7 +122,7 @@ def test_bad_arguments_of_cgx(call: Callable[[], None], words: str) -> None:
     assert not layers.process_rules()
 
 
-# ---- CGX's names ---------------------------------------------------------------------------------
+# ---- names of CGX --------------------------------------------------------------------------------
 
 
 def test_the_readmes_script_runs() -> None:
@@ -140,7 +140,7 @@ def test_the_readmes_script_runs() -> None:
     assert bits(layers.process_rules(), "2.weight") == 4
 
 
-def test_mistakes_are_named() -> None:
+def test_mistakes_raise_or_warn() -> None:
     torch_cgx.register_model([("fc.weight", 20), ("fc.bias", 4)])
     with pytest.raises(InvalidArgument, match=r"'fc.weight' was registered with 20 .* now has 30"):
         torch_cgx.register_model([("fc.weight", 30)])
@@ -176,8 +176,8 @@ def test_rules_of_the_process_need_not_match_in_every_model() -> None:
         layers.check_model([Layer("generator.weight", 2, 12)], Rules([("critic", 2)]))
 
 
-def test_a_rule_without_a_layer_is_told_once_and_from_where() -> None:
-    """Nobody's line has called the check; the model's layers were registered, too."""
+def test_unmatched_rule_warns_once() -> None:
+    """The warning has no user line, because the model's first step makes the check."""
     torch_cgx.register_model([("weight", 12)])
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
@@ -190,7 +190,7 @@ def test_a_rule_without_a_layer_is_told_once_and_from_where() -> None:
     ]
 
 
-def test_the_model_that_trains_is_checked() -> None:
+def test_trained_model_is_compared_with_the_registered_one() -> None:
     torch_cgx.register_model([("weight", 12), ("bias", 4)])
     layers.check_model([Layer("weight", 2, 12), Layer("bias", 1, 4)], layers.process_rules())
     with pytest.raises(InvalidArgument, match=r"'weight' was registered with 12 .* has 13"):
@@ -205,8 +205,8 @@ def test_import_defines_the_names_of_torch_cgx() -> None:
         assert name in torch_cgx.__all__
 
 
-def test_patterns_keep_their_dots_and_lose_wrappers() -> None:
-    """A leading dot separates parts; a wrapper alone would match every layer."""
+def test_patterns_keep_dots_and_drop_wrappers() -> None:
+    """A leading dot separates parts; the name of a wrapper alone would match every layer."""
     torch_cgx.exclude_layer(".bias")
     assert not layers.process_rules().match("bias_proj.weight")
     assert layers.process_rules().match("head.bias")

@@ -25,7 +25,7 @@ WIDTHS = (60, 700, 20, 300, 300, 40, 10, 500, 30)
 
 @pytest.fixture
 def alone() -> Iterator[None]:
-    """A process group of this process only."""
+    """Create a process group of this process only."""
     store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
     dist.init_process_group("gloo", rank=0, world_size=1, store=store)
     yield
@@ -67,7 +67,7 @@ def test_buckets_are_groups(alone: None) -> None:
 
 
 @needs_limits
-def test_a_plan_of_another_model_is_refused() -> None:
+def test_plan_of_another_model_raises() -> None:
     module = _model()
     plan = _plan(module)
     module[2].requires_grad_(False)
@@ -78,7 +78,7 @@ def test_a_plan_of_another_model_is_refused() -> None:
 
 
 @needs_limits
-def test_several_dtypes_are_refused() -> None:
+def test_several_dtypes_raise() -> None:
     module = _model()
     plan = _plan(module)
     module[0].half()
@@ -86,7 +86,7 @@ def test_several_dtypes_are_refused() -> None:
         ddp.planned_buckets(plan, module)
 
 
-def test_a_torch_without_limits_for_each_bucket_is_refused(
+def test_torch_without_limits_per_bucket_raises(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("cgx_ops.torch.ddp.plan._KEYWORD", "no_such_keyword")
@@ -106,7 +106,7 @@ def test_a_state_is_saved_with_its_plan(tmp_path: Path) -> None:
     assert other.plan == state.plan
 
 
-def test_a_state_takes_a_plan_only() -> None:
+def test_state_requires_a_plan() -> None:
     with pytest.raises(
         InvalidArgument, match=r"plan is Config.*; it must be a cgx_ops.planner.Plan"
     ):

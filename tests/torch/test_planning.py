@@ -1,4 +1,4 @@
-"""Arrivals of gradients, recorded by hooks: when, in which order, and what cannot be recorded."""
+"""Arrival times of gradients, recorded by hooks: their order, and models without any."""
 
 import time
 from typing import Any
@@ -14,7 +14,7 @@ from cgx_ops.torch.ddp.arrivals import Arrivals
 
 
 class _Pause(torch.autograd.Function):
-    """Takes 20 ms of the backward pass."""
+    """Delay the backward pass by 20 ms."""
 
     @staticmethod
     def forward(_context: Any, x: torch.Tensor) -> torch.Tensor:
@@ -47,8 +47,8 @@ def test_arrivals_are_seconds_from_the_start_of_each_backward_pass() -> None:
         with Arrivals(model) as arrivals:
             for _ in range(5):
                 _step(model)
-                time.sleep(0.01 * rank)  # between steps: no part of them
-        _step(model, spare=False)  # no longer recorded
+                time.sleep(0.01 * rank)  # between steps, so not part of them
+        _step(model, spare=False)  # not recorded any more
         assert arrivals.numels == {"first.weight": 12, "second.weight": 20, "spare.weight": 25}
         first, second, spare = ready = arrivals.ready(communicator)
         assert 0.02 <= spare <= second <= first - 0.02
@@ -76,7 +76,7 @@ def test_only_frozen_parameters_may_go_without_gradients() -> None:
     assert len(arrivals.ready(alone, warmup=0)) == 2
 
 
-def test_what_has_no_arrivals_is_refused() -> None:
+def test_meta_parameters_raise() -> None:
     with pytest.raises(InvalidArgument, match="no parameter"):
         Arrivals(nn.ReLU())
     with pytest.raises(Unsupported, match="'weight' is on meta, where hooks run before"):

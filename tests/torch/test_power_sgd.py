@@ -1,4 +1,4 @@
-"""The algebra of PowerSGD; torch/test_hooks.py has the hooks."""
+"""The algebra of PowerSGD; torch/test_hooks.py tests the hooks."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from cgx_ops.torch.ddp.power_sgd.linear_algebra import (
 
 
 @pytest.mark.parametrize("columns", [1, 2, 5])
-def test_columns_are_orthonormal_whatever_they_were(columns: int) -> None:
+def test_columns_become_orthonormal(columns: int) -> None:
     torch.manual_seed(0)
     dependent = torch.randn(9, 1).expand(9, columns)
     for x in (torch.randn(9, columns), torch.zeros(9, columns), dependent, 1e-30 * dependent):
@@ -31,7 +31,7 @@ def test_epsilon_shortens_columns() -> None:
 
 
 def rank_of(gradient: torch.Tensor, residual: torch.Tensor | None, rank: int = 1) -> Matrices:
-    """Return what one rank has of one matrix."""
+    """Return one rank's state of one matrix."""
     part = Part(gradient.flatten(), None if residual is None else residual.flatten())
     rows, columns = gradient.shape
     return Matrices(Form(("x",), (0,), (1, rows, columns), rank), [part])
@@ -40,7 +40,7 @@ def rank_of(gradient: torch.Tensor, residual: torch.Tensor | None, rank: int = 1
 def step(
     gradients: list[torch.Tensor], residuals: list[torch.Tensor], q: torch.Tensor, feedback: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Do a step of all ranks; return the average and the new Q."""
+    """Do a step on all ranks; return the average and the new Q."""
     written = [g.clone() for g in gradients]
     ranks = [rank_of(g, e, q.shape[2]) for g, e in zip(written, residuals, strict=True)]
     p = torch.stack([m.project(q) for m in ranks]).mean(0)
@@ -56,7 +56,7 @@ def step(
 
 @pytest.mark.parametrize("feedback", ["local", "torch"])
 def test_residuals_of_a_thousand_steps(feedback: str) -> None:
-    """Four ranks, whose gradients differ always alike: what differs grows in PyTorch's form."""
+    """Use four ranks with constant gradients: differences between ranks grow in PyTorch's form."""
     torch.manual_seed(0)
     apart = torch.randn(4, 6, 9)
     apart -= apart.mean(0)
@@ -74,17 +74,17 @@ def test_residuals_of_a_thousand_steps(feedback: str) -> None:
         assert norms[1] > 1.9 * norms[0] > 5000
 
 
-def test_a_gradient_of_that_rank_is_kept_whole() -> None:
+def test_gradient_of_full_rank_is_exact() -> None:
     torch.manual_seed(1)
-    left, right = torch.randn(3, 8, 2), torch.randn(2, 12)  # of all ranks rank 2
+    left, right = torch.randn(3, 8, 2), torch.randn(2, 12)  # over all ranks, the rank is 2
     gradients = list(left @ right)
     q = torch.from_numpy(low_rank.first_q(0, "x", 0, 12, 2))[None]
     average, _ = step(gradients, list(torch.zeros(3, 8, 12)), q, "local")
     assert torch.allclose(average, torch.stack(gradients).mean(0), atol=1e-5)
 
 
-def test_zeros_are_not_usable() -> None:
-    """The next step begins with the Q that this one began with."""
+def test_zero_q_is_replaced() -> None:
+    """Check that the next step begins with the same Q."""
     m = rank_of(torch.zeros(8, 12), torch.zeros(8, 12))
     q = torch.from_numpy(low_rank.first_q(0, "x", 0, 12, 1))[None]
     zero = m.project_back(m.project(q), 0.0)
@@ -93,7 +93,7 @@ def test_zeros_are_not_usable() -> None:
     assert torch.equal(m.finish(zero, zero, usable), orthogonalized(q))
 
 
-def test_what_averages_tell_is_of_each_matrix() -> None:
+def test_flags_are_per_matrix() -> None:
     means, numels, counts = torch.ones(17), torch.tensor([6, 6, 5]), [2, 1]
     assert usable_of(means, numels, counts) == [None, None]
     for at, to, finite, nonzero in (
@@ -109,13 +109,13 @@ def test_what_averages_tell_is_of_each_matrix() -> None:
         assert got == ([] if all(nonzero) else [finite, nonzero]), (at, to)
 
 
-def test_first_q_is_agreed_by_seed() -> None:
+def test_first_q_follows_from_the_seed() -> None:
     first = low_rank.first_q(3, "a", 0, 50, 2)
     assert first.shape == (50, 2)
     assert first.dtype == "float32"
     for seed, name, draw in ((4, "a", 0), (3, "b", 0), (3, "a", 1)):
         assert (first != low_rank.first_q(seed, name, draw, 50, 2)).all()
-    # As ranks with another release of numpy draw it, too.
+    # Ranks with another release of numpy draw the same.
     assert first[0].tolist() == [1.2157580852508545, 1.7510019540786743]
     assert abs(first.mean()) < 0.4
     assert 0.7 < first.std() < 1.3
@@ -128,9 +128,11 @@ def test_first_q_is_agreed_by_seed() -> None:
         (8, 24, 3, 2, 0),  # exactly twice: no gain
         (8, 24, 3, 1.9, 3),
         (24, 1, 1, 2, 0),  # a vector
-        (3, 1000, 7, 0.9, 3),  # no more than there are rows
+        (3, 1000, 7, 0.9, 3),  # limited by the number of rows
         (3, 1000, 7, 2, 0),
     ],
 )
-def test_which_matrices_gain(rows: int, columns: int, rank: int, rate: float, found: int) -> None:
+def test_which_matrices_are_factored(
+    rows: int, columns: int, rank: int, rate: float, found: int
+) -> None:
     assert low_rank.rank_of(rows, columns, rank, rate) == found

@@ -1,4 +1,4 @@
-"""Residuals by layer: made when they are asked for, refused for another model's layers; decayed."""
+"""Residuals by layer: created on first use, rejected for another model's layers, decayed."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ def test_decay() -> None:
     assert taken is not None and taken[0] is not None and taken[1] is None
     assert taken[0].tolist() == [4] * 4
     taken[0].fill_(3)
-    assert kept[0].tolist() == [8] * 4  # a step that fails ends here
+    assert kept[0].tolist() == [8] * 4  # a failed step ends here
     keep()
     assert kept[0].tolist() == [3] * 4
     whole, _ = decayed(kept, Config(), segments)

@@ -1,4 +1,4 @@
-"""compress_collectives() under torchrun: see the rank program for what is shown."""
+"""compress_collectives() under torchrun. The checks are in the rank program."""
 
 import uuid
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ _functional = torch.ops._c10d_functional
 
 
 def _graph(numels: list[int], chained: bool = False, writes: bool = False) -> torch.fx.Graph:
-    """Return a graph of an all-reduce, its wait and a use for each size, one after the other."""
+    """Return a graph of an all-reduce, its wait and a use for each size, in sequence."""
     graph = torch.fx.Graph()
     inputs = [graph.placeholder(f"x{numel}") for numel in numels]
     results: list[torch.fx.Node] = []
@@ -36,7 +36,7 @@ def _graph(numels: list[int], chained: bool = False, writes: bool = False) -> to
 
 
 def _joined(graph: torch.fx.Graph, plan: Plan) -> list[list[int]]:
-    """Join what is of one group, and return the sizes of each call, in the graph's order."""
+    """Join all-reduces of one group; return the sizes of each call, in the graph's order."""
     found = [
         AllReduce(node, [node.meta["val"]], "sum", "0")
         for node in graph.nodes
@@ -44,13 +44,13 @@ def _joined(graph: torch.fx.Graph, plan: Plan) -> list[list[int]]:
     ]
     calls = {each.node: each for each in joined(graph, found, plan)}
     graph.eliminate_dead_code()
-    graph.lint()  # nothing is used before it is there
+    graph.lint()  # checks that values are defined before their use
     return [[v.numel() for v in calls[n].values] for n in graph.nodes if n in calls]
 
 
-def test_groups_of_a_plan_are_calls_where_none_needs_another() -> None:
+def test_independent_groups_of_a_plan_are_joined() -> None:
     plan = Plan(("a", "b", "c", "d"), (10, 20, 30, 10), (4,) * 4, ((3, 2), (1, 0)))
-    sizes = [10, 30, 7, 10, 20]  # the first of size 10 is what the plan sends first
+    sizes = [10, 30, 7, 10, 20]  # the plan sends the first one of size 10 first
     graph = _graph(sizes)
     assert _joined(graph, plan) == [[10, 30], [7], [10, 20]]
     (output,) = (node for node in graph.nodes if node.op == "output")
@@ -60,8 +60,8 @@ def test_groups_of_a_plan_are_calls_where_none_needs_another() -> None:
         assert _joined(_graph(sizes, **options), plan) == [[size] for size in sizes]
 
 
-def test_a_graph_that_comes_out_of_order_is_sorted() -> None:
-    """As torch's fusion of DDP's all-reduces leaves it to the passes that follow."""
+def test_unordered_graph_is_sorted() -> None:
+    """Start from a graph as left by torch's fusion of DDP's all-reduces."""
     graph = _graph([10, 20])
     nodes = list(graph.nodes)
     reduced = next(node for node in nodes if node.target is _functional.all_reduce.default)
@@ -91,5 +91,5 @@ def on_two(*names: str, marks: Sequence[pytest.MarkDecorator]) -> Launch:
     on_two(marks=[pytest.mark.exhaustive]),
 )
 def test_collectives_in_graphs_are_compressed(check: RankCheck) -> None:
-    """Every check on one of two groups, whose carriers differ, or on each."""
+    """Run every check on one of two groups with different carriers, or on both."""
     check.passes()

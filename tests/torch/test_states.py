@@ -1,4 +1,4 @@
-"""States of hooks, averagers and optimizers in one process: what they refuse, and what is saved."""
+"""States of hooks, averagers and optimizers in one process: errors and checkpoints."""
 
 import pickle
 from collections.abc import Callable
@@ -18,7 +18,7 @@ MODEL = nn.Linear(4, 4)
 PLAN = Plan(("weight", "bias"), (16, 4), (4, 4), ((1, 0),))
 
 
-def test_a_state_keeps_its_carrier() -> None:
+def test_state_preserves_its_carrier() -> None:
     state = ddp.QuantizedAllreduceState(config=Config(bits=8), carrier="c10d")
     native = ddp.QuantizedAllreduceState(config=Config(bits=4))
     state.load_state_dict(native.state_dict())
@@ -68,7 +68,7 @@ SENDERS: dict[str, Any] = {
         (lambda: DiLoCo(MODEL, **SENDERS, rules=KEEPS_NOTHING), "sent by 'topk', with error_f"),
     ],
 )
-def test_what_states_refuse(make: Callable[[], Any], says: str) -> None:
+def test_invalid_states(make: Callable[[], Any], says: str) -> None:
     with pytest.raises(InvalidArgument, match=says):
         make()
 

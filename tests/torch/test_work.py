@@ -55,8 +55,8 @@ def test_each_verb_equals_the_oracle() -> None:
         assert tc.same_bits(outputs[2], torch.from_numpy(gathered))
 
 
-def test_future_holds_the_output_and_its_callbacks_may_block() -> None:
-    """A callback that waits for another collective would stop a thread that moves messages."""
+def test_callbacks_of_futures_may_block() -> None:
+    """A callback that waits for another collective would block a thread that moves messages."""
 
     def rank_program(rank: int, comm: Communicator) -> None:
         x, y = torch.full((5000,), float(rank + 1)), torch.ones(100)
@@ -110,7 +110,7 @@ def test_thousands_of_futures_race_with_waits() -> None:
     launch.threads(2, rank_program)
 
 
-def test_who_has_waited_can_read_the_future() -> None:
+def test_future_is_readable_after_wait() -> None:
     def rank_program(rank: int, comm: Communicator) -> None:
         for i in range(300):
             x = torch.full((64,), float(rank))
@@ -124,13 +124,13 @@ def test_who_has_waited_can_read_the_future() -> None:
     launch.threads(2, rank_program)
 
 
-def test_a_dropped_work_goes_on_and_nobody_waits_for_it() -> None:
+def test_dropped_work_completes_without_a_wait() -> None:
     dropped = threading.Event()
 
     def rank_program(rank: int, comm: Communicator) -> None:
         x = torch.full((100_000,), float(rank + 1))
         if rank == 0:
-            start(comm, "allreduce", x, x, Config(bits=32))  # its Work is gone at once
+            start(comm, "allreduce", x, x, Config(bits=32))  # its Work is dropped immediately
             del x
             dropped.set()
             return
@@ -157,7 +157,7 @@ def test_failures_reach_wait_and_future() -> None:
     "kind", [cgx_ops.MismatchError, cgx_ops.DeadlineExceeded, cgx_ops.PeerFailed, cgx_ops.Closed,
              cgx_ops.SystemFailure],
 )  # fmt: skip
-def test_a_status_is_an_error_of_torch_and_of_cgx(kind: type[cgx_ops.CgxError]) -> None:
+def test_errors_belong_to_torch_and_cgx(kind: type[cgx_ops.CgxError]) -> None:
     error = errors.as_backend_error(kind("why"), "because")
     assert isinstance(error, dist.DistBackendError)
     assert isinstance(error, kind)
@@ -169,7 +169,7 @@ def test_other_errors_of_the_core_are_backend_errors() -> None:
     assert type(errors.as_backend_error(cgx_ops.CgxError(), "x")) is dist.DistBackendError
 
 
-def test_a_missing_peer_ends_in_a_torch_error() -> None:
+def test_missing_peer_raises_a_torch_error() -> None:
     def rank_program(rank: int, comm: Communicator) -> None:
         if rank == 1:
             return
@@ -190,8 +190,8 @@ def test_profiler_shows_bits_and_bytes() -> None:
         with torch.profiler.profile(record_shapes=True) as profile:
             start(comm, "allreduce", torch.ones(4096), torch.ones(4096), NEAREST).wait()
             torch.ops.cgx.quantized_allreduce(torch.ones(4096), 4, 512, "sum", comm.name)
-        # Two ranks: each sends half of its values, then the reduced other half; or, in one shot,
-        # all of them. A record of 512 values is 8 + 256 bytes.
+        # With two ranks, each sends half of its values, then the reduced other half; or, with
+        # one_shot, all values. A record of 512 values is 8 + 256 bytes.
         payload = 4096 // 512 * 264
         names = [event.name for event in profile.events() or []]
         assert names.count(f"cgx:all_reduce 4 bits, 16384 -> {payload} bytes") == 2, names
@@ -200,7 +200,7 @@ def test_profiler_shows_bits_and_bytes() -> None:
 
 
 def test_profiler_shows_compressors() -> None:
-    """Once each; bits are those of what has no other name."""
+    """Check each compressor's name; bits are shown for compressors without another name."""
     layers = [
         Segment(0, 1000, Config(compressor="topk")),
         Segment(1000, 1000, Config(compressor="half")),
@@ -237,7 +237,7 @@ def test_profiler_shows_compressors() -> None:
         ((torch.ones(8), torch.ones(9)), InvalidArgument, "input has 8 elements, output 9"),
     ],
 )
-def test_bad_tensors_are_refused(
+def test_bad_tensors_raise(
     tensors: tuple[torch.Tensor, torch.Tensor], error: type[Exception], words: str
 ) -> None:
     (comm,) = Communicator.local(1)
@@ -245,7 +245,7 @@ def test_bad_tensors_are_refused(
         start(comm, "allreduce", *tensors, NEAREST)
 
 
-def test_a_start_that_one_rank_refuses_draws_no_places() -> None:
+def test_rejected_start_draws_no_indices() -> None:
     config = Config(compressor="randk", density=0.5)
 
     def run(rank: int, comm: Communicator) -> torch.Tensor:
@@ -260,6 +260,6 @@ def test_a_start_that_one_rank_refuses_draws_no_places() -> None:
     assert tc.same_bits(first, second)
 
 
-def test_a_program_ends_while_a_callback_runs() -> None:
+def test_program_exits_while_a_callback_runs() -> None:
     for output in launch.mpirun(2, "run_torch_exit.py", env=tc.ENVIRONMENT, timeout=100):
         assert output == "told\n"
