@@ -137,7 +137,7 @@ CODEC_CALLS: dict[str, tuple[Callable[[], None], str]] = {
 
 
 @pytest.mark.parametrize("name", CODEC_CALLS)
-def test_codec_refuses(name: str) -> None:
+def test_codec_rejects_invalid_arguments(name: str) -> None:
     call, text = CODEC_CALLS[name]
     with pytest.raises(InvalidArgument) as caught:
         call()
@@ -210,7 +210,7 @@ PLANS: dict[str, tuple[list[structs.Segment] | None, int | None, dict[str, Any],
 
 @pytest.mark.parametrize("carried", [False, True])
 @pytest.mark.parametrize("name", PLANS)
-def test_plan_refuses(name: str, carried: bool) -> None:
+def test_plan_rejects_invalid_arguments(name: str, carried: bool) -> None:
     segments, count, fields, text = PLANS[name]
     fields = dict(fields)
     call = structs.Collective(comm=Communicator.local(2)[0].id)

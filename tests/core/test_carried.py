@@ -326,7 +326,7 @@ BAD_CALLS: dict[str, tuple[Callable[..., None], dict[str, Any], dict[str, Any], 
 
 
 @pytest.mark.parametrize("name", BAD_CALLS)
-def test_refuses(name: str) -> None:
+def test_rejects_invalid_arguments(name: str) -> None:
     step, of_carried, of_call, kind, text = BAD_CALLS[name]
     x = np.zeros(1000, np.float32)
     call = native_call(Case(1000, 4, 500, algorithm="sra"), 1)
@@ -360,6 +360,6 @@ def test_mismatched_seeds_of_indices(algorithm: Algorithm) -> None:
         assert "against" in said
 
 
-def test_refuses_no_struct() -> None:
+def test_rejects_null_struct() -> None:
     with pytest.raises(InvalidArgument, match="cgx_carried_t is a null pointer"):
         _plan(None)

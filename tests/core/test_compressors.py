@@ -265,7 +265,7 @@ def test_threshold_sends_enough_of_similar_values() -> None:
         ({"compressor": "qsgd", "error_feedback": True}, "feedback.*'qsgd': the squared error"),
     ],
 )  # fmt: skip
-def test_refuses(knobs: dict[str, Any], says: str) -> None:
+def test_rejects_invalid_arguments(knobs: dict[str, Any], says: str) -> None:
     with pytest.raises(InvalidArgument, match=says):
         Config(**knobs)
 

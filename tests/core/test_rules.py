@@ -168,7 +168,7 @@ def test_invalid_settings(what: Any, says: str) -> None:
 
 
 @pytest.mark.parametrize("pattern", ["*.weight", "(", 3, None])
-def test_patterns_that_are_not_regular_expressions(pattern: Any) -> None:
+def test_invalid_patterns(pattern: Any) -> None:
     says = re.escape(f"the pattern {pattern!r} of a rule is not a regular expression")
     with pytest.raises(InvalidArgument, match=says):
         Rules([(pattern, 4)])

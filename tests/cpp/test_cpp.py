@@ -1,4 +1,4 @@
-"""The C++ tests that are one process: built beside libcgx.so, run by ctest."""
+"""The C++ tests of a single process, built next to libcgx.so and run by ctest."""
 
 import pytest
 from support import cpp_programs

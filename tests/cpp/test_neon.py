@@ -1,4 +1,4 @@
-"""The kernels of aarch64, under emulation: the tests of kernels and codecs, and x86's bytes."""
+"""The aarch64 kernels under emulation: kernel and codec tests, and comparison with x86's bytes."""
 
 import re
 import shutil
@@ -27,7 +27,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def objects(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Compile what knows neither ranks nor MPI; return the objects."""
+    """Compile the sources that need neither ranks nor MPI; return the objects."""
     folder = tmp_path_factory.mktemp("neon")
     sources = [
         *(CSRC / "compressor").glob("*.cc"),
@@ -42,7 +42,7 @@ def objects(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 def emulated(name: str, objects: list[Path]) -> str:
-    """Return what a program of tests/cpp says of the targets neon and baseline."""
+    """Return the output of a program of tests/cpp for the targets neon and baseline."""
     program = objects[0].with_name(name)
     source = cpp_programs.ROOT / "tests/cpp" / f"{name}.cc"
     cpp_programs.run(COMPILER, *FLAGS, source, *objects, "-o", program)
@@ -55,7 +55,7 @@ def test_kernels(objects: list[Path]) -> None:
     emulated("kernels_test", objects)
 
 
-def test_codecs_make_the_bytes_of_this_processor(objects: list[Path]) -> None:
+def test_codecs_give_the_bytes_of_this_processor(objects: list[Path]) -> None:
     here = subprocess.run(
         [cpp_programs.build("compressors_test") / "compressors_test"],
         capture_output=True, text=True, timeout=600, check=True,

@@ -106,7 +106,7 @@ def test_mismatch(n: int, wire: str) -> None:
         for word, outcome in found["outcomes"].items():
             kind, text = outcome["error"]
             assert kind == "MismatchError" and word in text and "against" in text, outcome
-            assert outcome["at once"] is None and outcome["nan"] and outcome["next"], outcome
+            assert outcome["immediate"] is None and outcome["nan"] and outcome["next"], outcome
 
 
 @pytest.mark.parametrize("wire", WIRES)

@@ -123,7 +123,7 @@ def test_cpu_tensors_stay_on_the_cpu(fake: Callable[..., torch.Tensor]) -> None:
         (lambda make: tc.allreduce(make(9, device="xpu")), TypeError, "CPU and CUDA tensors are"),
     ],
 )
-def test_refused(
+def test_invalid_calls(
     fake: Callable[..., torch.Tensor],
     call: Callable[[Callable[..., torch.Tensor]], object],
     error: type[Exception],

@@ -350,7 +350,7 @@ def test_remat_does_not_repeat_communication(policy: str | None) -> None:
         assert collectives == 2  # the values; the cotangents
 
 
-def test_ranks_whose_results_are_not_used() -> None:
+def test_unused_results() -> None:
     """Use different leaves in the losses of ranks 0 and 1: zeros are sent, and no rank waits."""
 
     def body(rank: int, comm: Communicator) -> Any:

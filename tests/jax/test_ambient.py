@@ -48,7 +48,7 @@ SETTINGS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 }
 
 
-def all_at_once() -> AbstractContextManager[Any]:
+def all_settings() -> AbstractContextManager[Any]:
     stack = ExitStack()
     for setting in SETTINGS.values():
         stack.enter_context(setting())
@@ -58,7 +58,7 @@ def all_at_once() -> AbstractContextManager[Any]:
 in_settings = pytest.mark.parametrize(
     "setting",
     [
-        pytest.param(all_at_once, id="all"),
+        pytest.param(all_settings, id="all"),
         *(pytest.param(x, id=what, marks=pytest.mark.slow) for what, x in SETTINGS.items()),
     ],
 )

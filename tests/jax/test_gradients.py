@@ -249,7 +249,7 @@ def test_jax_sums_over_the_other_axis(around_it: bool) -> None:
 
 
 @pytest.mark.parametrize("around_it", [False, True])
-def test_unchecked_types_are_refused(around_it: bool) -> None:
+def test_unchecked_types_raise(around_it: bool) -> None:
     """Check both places: JAX's gradient would be N times too large."""
     loss = lambda w, row: lax.pmean(linear(compressed(w), row), "d")  # noqa: E731
     if around_it:
@@ -260,7 +260,7 @@ def test_unchecked_types_are_refused(around_it: bool) -> None:
         jax.jit(program)(WEIGHTS, BATCH)
 
 
-def test_weights_that_vary_are_refused() -> None:
+def test_varying_weights_raise() -> None:
     with pytest.raises(ValueError, match=r"params\['w'\] varies over \['d'\].*without lax.pcast"):
         inside(lambda w, row: linear(compressed({"w": varying(w)})["w"], row))(WEIGHTS, BATCH)
 

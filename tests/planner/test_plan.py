@@ -149,7 +149,7 @@ def test_ready_times_are_medians_of_steps_and_the_latest_of_ranks() -> None:
         ready_times(Communicator.local(1)[0], [1, 2, 3])
 
 
-def test_ranks_whose_clocks_and_speeds_differ_make_one_plan(
+def test_ranks_of_different_speeds_agree_on_a_plan(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Use four ranks from 30 % slower to 30 % faster; they must agree on costs, times and plans."""

@@ -72,8 +72,8 @@ def disagreement(comm: Communicator, name: str, config: Config, options: dict[st
     dtype = options.get("dtype", torch.float32)
     x = torch.ones(options.get("numel", NUMEL), dtype=dtype, device="cuda")
     y = torch.zeros_like(x)
-    at_once = failure(lambda: allreduce(own, x, y, config, options.get("op", "sum")))
-    found = {"at once": at_once, **outcome(own, y)}
+    immediate = failure(lambda: allreduce(own, x, y, config, options.get("op", "sum")))
+    found = {"immediate": immediate, **outcome(own, y)}
     own.close()
     return found
 

@@ -37,7 +37,7 @@ def values(rank: int, numel: int, call: int = 0) -> Float32s:
     return np.random.default_rng([rank, numel, call]).standard_normal(numel).astype(np.float32)
 
 
-def kept(x: Float32s) -> Float32s:
+def sent(x: Float32s) -> Float32s:
     """Return the values that a rank sends; the others become zero."""
     return np.where((np.abs(x) >= 0.5) | (x.size < 16), x, np.float32(0))
 
@@ -51,8 +51,8 @@ def mean(xs: Iterable[Float32s]) -> Float32s:
     return total / np.float32(1 + len(others))
 
 
-def mean_of_kept(xs: Iterable[Float32s]) -> Float32s:
-    return mean([kept(x) for x in xs])
+def mean_of_sent(xs: Iterable[Float32s]) -> Float32s:
+    return mean([sent(x) for x in xs])
 
 
 def by_numpy() -> None:
@@ -60,8 +60,8 @@ def by_numpy() -> None:
         xs = [values(rank, numel) for rank in range(SIZE)]
         residual = np.zeros(numel, np.float32)
         y = cgx_ops.allreduce(xs[RANK], "avg", CONFIG, residual=residual)
-        assert np.array_equal(y, mean_of_kept(xs)), numel
-        assert np.array_equal(residual, xs[RANK] - kept(xs[RANK])), numel
+        assert np.array_equal(y, mean_of_sent(xs)), numel
+        assert np.array_equal(residual, xs[RANK] - sent(xs[RANK])), numel
 
 
 def by_torch_operators() -> None:
@@ -82,10 +82,10 @@ def by_torch_operators() -> None:
         xs = [values(rank, numel) for rank in range(SIZE)]
         x = torch.from_numpy(xs[RANK])
         for call in calls:
-            assert np.array_equal(call(x).numpy(), mean_of_kept(xs)), (numel, call)
+            assert np.array_equal(call(x).numpy(), mean_of_sent(xs)), (numel, call)
         y, residual = feedback(x, torch.zeros_like(x), **options)
-        assert np.array_equal(y.numpy(), mean_of_kept(xs))
-        assert np.array_equal(residual.numpy(), xs[RANK] - kept(xs[RANK]))
+        assert np.array_equal(y.numpy(), mean_of_sent(xs))
+        assert np.array_equal(residual.numpy(), xs[RANK] - sent(xs[RANK]))
 
 
 def by_the_ddp_hook() -> None:
@@ -104,7 +104,7 @@ def by_the_ddp_hook() -> None:
         ddp.QuantizedAllreduceState(config=CONFIG), ddp.quantized_allreduce_hook
     )
     got = gradients(wrapped, RANK)
-    assert np.array_equal(got[0], mean_of_kept([weight for weight, _ in alone]))
+    assert np.array_equal(got[0], mean_of_sent([weight for weight, _ in alone]))
     assert np.array_equal(got[1], mean([bias for _, bias in alone])), "biases travel exact"
 
 
@@ -125,7 +125,7 @@ def by_jax() -> None:
                 mesh=mesh, in_specs=P("d"), out_specs=P(),
             )  # fmt: skip
             y = np.asarray(jax.jit(reduce)(on_devices(rows)).addressable_data(0))[0]
-            assert np.array_equal(y, mean_of_kept(rows)), (carrier, numel)
+            assert np.array_equal(y, mean_of_sent(rows)), (carrier, numel)
 
     optimizer = cgx_ops.jax.average_gradients("d", bits=BITS, rules=None, mesh=mesh)
     state = optimizer.init(jnp.zeros(5000))
@@ -141,8 +141,8 @@ def by_jax() -> None:
         rows = np.stack([values(rank, 5000, call) for rank in range(SIZE)])
         updates, state = step(state, on_devices(rows))
         given: Float32s = rows + residuals
-        assert np.array_equal(np.asarray(updates.addressable_data(0)), mean_of_kept(given)), call
-        residuals = given - np.stack([kept(each) for each in given])
+        assert np.array_equal(np.asarray(updates.addressable_data(0)), mean_of_sent(given)), call
+        residuals = given - np.stack([sent(each) for each in given])
         mine = np.asarray(state.residual.addressable_data(0))[0]
         assert np.array_equal(mine, residuals[RANK]), call
 

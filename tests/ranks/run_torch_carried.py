@@ -313,7 +313,7 @@ class Sent(TorchDispatchMode):
 def payload(group: Group, numel: int, bits: int) -> int:
     """Return the payload bytes that a rank of scatter-reduce-allgather sends."""
     segment = reference.Segment(0, numel, bits, 64)
-    exact = reference.travels_exact(segment, 0)
+    exact = reference.is_exact(segment, 0)
     bits = 32 if exact else bits
     sizes = [
         reference.encoded_bytes(shard.stop - shard.start, bits, 64)

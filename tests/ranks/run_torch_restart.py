@@ -111,7 +111,7 @@ def averages_of(model: nn.Module) -> Tensors:
     return {name: p.grad.double().flatten() for name, p in named if p.grad is not None}
 
 
-def quantized_goes_on(model: nn.Module, old: Tensors, new: Tensors) -> None:
+def check_quantized(model: nn.Module, old: Tensors, new: Tensors) -> None:
     for name, average in averages_of(model).items():
         if f"e {name}" in old:
             mean, left = old[f"e {name}"], new[f"e {name}"]
@@ -122,7 +122,7 @@ def quantized_goes_on(model: nn.Module, old: Tensors, new: Tensors) -> None:
             assert ((average + left - mean).abs() <= bound).all(), name
 
 
-def power_sgd_goes_on(model: nn.Module, old: Tensors, new: Tensors) -> None:
+def check_power_sgd(model: nn.Module, old: Tensors, new: Tensors) -> None:
     for name, average in averages_of(model).items():
         if f"e {name}" in old:
             mean, left = old[f"e {name}"], new[f"e {name}"]
@@ -130,7 +130,7 @@ def power_sgd_goes_on(model: nn.Module, old: Tensors, new: Tensors) -> None:
             assert ((average + left - mean).abs() <= 64 * 2.0**-24 * largest).all(), name
 
 
-def deep_gradient_goes_on(model: nn.Module, old: Tensors, new: Tensors) -> None:
+def check_deep_gradient(model: nn.Module, old: Tensors, new: Tensors) -> None:
     for name, average in averages_of(model).items():
         zeros = torch.zeros_like(average)
         u, v = old[f"u {name}"], old.get(f"v {name}", zeros)
@@ -140,9 +140,9 @@ def deep_gradient_goes_on(model: nn.Module, old: Tensors, new: Tensors) -> None:
 
 
 METHODS = {
-    "quantized": (QUANTIZED, quantized_goes_on),
-    "power_sgd": (torch_power_sgd.state.METHOD, power_sgd_goes_on),
-    "deep_gradient": (torch_deep_gradient.state.METHOD, deep_gradient_goes_on),
+    "quantized": (QUANTIZED, check_quantized),
+    "power_sgd": (torch_power_sgd.state.METHOD, check_power_sgd),
+    "deep_gradient": (torch_deep_gradient.state.METHOD, check_deep_gradient),
 }
 
 

@@ -31,7 +31,7 @@ from .low_rank import PowerSGD, given_up, given_up_bound
 from .one_bit import OneBitAdam, Signum
 from .outer_loop import OuterLoop
 from .philox import Seeds, noise, seeds_of
-from .segments import Segment, pick, shards, travels_exact
+from .segments import Segment, is_exact, pick, shards
 from .settings import Compressor
 from .statistic import statistic
 from .values import (
@@ -76,6 +76,7 @@ __all__ = [
     "error_bound",
     "given_up",
     "given_up_bound",
+    "is_exact",
     "noise",
     "pick",
     "quantize",
@@ -86,6 +87,5 @@ __all__ = [
     "seeds_of",
     "shards",
     "statistic",
-    "travels_exact",
     "widen",
 ]

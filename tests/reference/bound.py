@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from .segments import Segment, ranks_by_host, shards, travels_exact
+from .segments import Segment, is_exact, ranks_by_host, shards
 from .values import BFLOAT16, EXACT_BITS, FLOAT16, FLOAT32, Values
 
 #
@@ -137,7 +137,7 @@ def error_bound(
     xs = [x[at].astype(np.float64) for x in inputs]
     if world_size == 1:
         return np.zeros(segment.numel)
-    exact = travels_exact(segment, minimal_size)
+    exact = is_exact(segment, minimal_size)
     bits = EXACT_BITS if exact else segment.bits
     back_bits = EXACT_BITS if exact else gather_bits or bits
     y = np.sum(xs, axis=0)

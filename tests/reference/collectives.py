@@ -9,7 +9,7 @@ import numpy as np
 
 from .algorithms import ALGORITHMS, Directions, owner_terms
 from .philox import Seeds, seeds_of
-from .segments import Segment, Wire, is_nested, pick, travels_exact
+from .segments import Segment, Wire, is_exact, is_nested, pick
 from .settings import Settings
 from .values import (
     EXACT_BITS,
@@ -38,7 +38,7 @@ def _seeds(
     if settings.compressor != "randk" or settings.exact:
         return seeds_of(seeds, world_size, segment, block)
     own = seeds_of(seeds, world_size, segment)
-    assert len(set(own)) == 1, "ranks draw their places from one seed"
+    assert len(set(own)) == 1, "ranks draw their indices from one seed"
     return own
 
 
@@ -80,9 +80,7 @@ def allreduce(
     host; None: all ranks share one. Elements outside all segments are 0 in the result.
     """
     dtype = inputs[0].dtype
-    uncut = any(
-        s.compressor == "threshold" and not travels_exact(s, minimal_size) for s in segments
-    )
+    uncut = any(s.compressor == "threshold" and not is_exact(s, minimal_size) for s in segments)
     if algorithm == "auto":
         algorithm = pick(
             segments,
@@ -102,7 +100,7 @@ def allreduce(
         xs = [x[at] for x in inputs]
         own = segment.settings(dtype, rounding, skip_incomplete_buckets=skip_incomplete_buckets)
         exact = replace(own, bits=EXACT_BITS)
-        if travels_exact(segment, minimal_size):
+        if is_exact(segment, minimal_size):
             own = exact
         _check(op, own)
         if residuals:
@@ -224,6 +222,6 @@ def _settings(
 ) -> Settings:
     """Return the settings of a segment in one direction."""
     settings = segment.settings(dtype, rounding, skip_incomplete_buckets=skip_incomplete_buckets)
-    if travels_exact(segment, minimal_size):
+    if is_exact(segment, minimal_size):
         return replace(settings, bits=EXACT_BITS)
     return settings

@@ -89,14 +89,14 @@ class DeepGradient:
     def _sparsified(self, u: Float32s, v: Float32s, density: float) -> Float32s:
         """Remove the largest values from v; mask the momentum there."""
         k = max(1, -(-round(density * 10**9) * len(v) // 10**9))
-        places = largest(v, k)
-        places = places[v[places] != 0]  # zeros are not sent
+        indices = largest(v, k)
+        indices = indices[v[indices] != 0]  # zeros are not sent
         sent = np.zeros_like(v)
-        sent[places] = v[places]
+        sent[indices] = v[indices]
         if self.value_bits == 16:
             sent = sent.astype(BFLOAT16).astype(np.float32)
         v -= sent
-        u[places] = 0
+        u[indices] = 0
         return sent
 
     def _mean(self, values: Sequence[Float32s]) -> Float32s:

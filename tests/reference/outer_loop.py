@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .collectives import allreduce
-from .segments import Segment, travels_exact
+from .segments import Segment, is_exact
 
 _F = np.float32
 _Values = npt.NDArray[np.float32]
@@ -82,7 +82,7 @@ class OuterLoop:
             kept = lost if self.feedback else None
             return allreduce(deltas, [segment], op="avg", algorithm="sra", residuals=kept), lost
         owed = [d + e for d, e in zip(deltas, lost, strict=True)]
-        if travels_exact(segment, 0):
+        if is_exact(segment, 0):
             return allreduce(owed, [segment], op="avg", algorithm="one_shot"), lost
         mean = allreduce(deltas, [segment], op="avg", algorithm="one_shot", residuals=lost)
         count = np.sum([a != e for a, e in zip(owed, lost, strict=True)], 0)

@@ -86,7 +86,7 @@ class Wire:
         return replace(self, settings=self.ballot).seen(values, first_index, rank, phase=0)
 
 
-def travels_exact(segment: Segment, minimal_size: int) -> bool:
+def is_exact(segment: Segment, minimal_size: int) -> bool:
     """Return whether a segment is sent raw whatever its bits; votes are always cast."""
     if segment.bits == EXACT_BITS or segment.compressor == "sign":
         return segment.bits == EXACT_BITS
@@ -126,7 +126,7 @@ def pick(
         settings = segment.settings(
             np.dtype(dtype), "nearest", skip_incomplete_buckets=skip_incomplete_buckets
         )
-        if travels_exact(segment, minimal_size):
+        if is_exact(segment, minimal_size):
             settings = replace(settings, bits=EXACT_BITS)
         elif segment.compressor == "threshold":
             return "one_shot"  # it cannot be split

@@ -19,13 +19,13 @@ from .philox import philox4x32_7
 from .settings import Settings
 from .values import BFLOAT16, FLOAT16, Float32s, round_to, widen, with_one_nan
 
-Places = npt.NDArray[np.int64]
+Indices = npt.NDArray[np.int64]
 _PLACES_PHASE = 0x706C6163
 
 # ---- 1. indices ----------------------------------------------------------------------------------
 
 
-def largest(x: Float32s, k: int) -> Places:
+def largest(x: Float32s, k: int) -> Indices:
     """Return the indices of the k largest magnitudes; of equal ones the first.
 
     NaN is largest, and equal to NaN.
@@ -34,7 +34,7 @@ def largest(x: Float32s, k: int) -> Places:
     return np.sort(np.argsort(-key, kind="stable")[:k])
 
 
-def drawn(numel: int, k: int, index: int, seed: int) -> Places:
+def drawn(numel: int, k: int, index: int, seed: int) -> Indices:
     """Return k indices below numel, drawn by Floyd's method."""
     blocks = -(-k // 4)
     counters = np.zeros((blocks, 4), np.uint32)
@@ -49,7 +49,7 @@ def drawn(numel: int, k: int, index: int, seed: int) -> Places:
     return np.array(sorted(taken), np.int64)
 
 
-def above(x: Float32s, settings: Settings) -> Places:
+def above(x: Float32s, settings: Settings) -> Indices:
     """Return the indices of magnitudes above a threshold estimated from a sample."""
     numel, wanted = len(x), settings.share(len(x))
     most = min(max(int(1.3 * wanted), 1), numel)
@@ -67,33 +67,33 @@ def above(x: Float32s, settings: Settings) -> Places:
                 threshold *= np.float32(0.8)
             else:
                 break
-    places = np.flatnonzero(~(np.abs(x) < threshold))
-    count = min(max(len(places), math.ceil(0.8 * wanted)), most)
-    return places if len(places) == count else largest(x, count)
+    indices = np.flatnonzero(~(np.abs(x) < threshold))
+    count = min(max(len(indices), math.ceil(0.8 * wanted)), most)
+    return indices if len(indices) == count else largest(x, count)
 
 
 def _low_bits(numel: int, count: int) -> int:
     return (numel // count).bit_length() - 1
 
 
-def places_bytes(numel: int, count: int) -> int:
+def indices_bytes(numel: int, count: int) -> int:
     low = _low_bits(numel, count)
     return -(-count * low // 8) + -(-(((numel - 1) >> low) + count) // 8)
 
 
-def pack_places(places: Places, numel: int) -> bytes:
+def pack_indices(indices: Indices, numel: int) -> bytes:
     """Encode by Elias-Fano: concatenated low bits; then bit (high part + i) for index i."""
-    low = _low_bits(numel, len(places))
-    lows = (places[:, None] >> np.arange(low)) & 1
-    highs = np.zeros(((numel - 1) >> low) + len(places), np.uint8)
-    highs[(places >> low) + np.arange(len(places))] = 1
+    low = _low_bits(numel, len(indices))
+    lows = (indices[:, None] >> np.arange(low)) & 1
+    highs = np.zeros(((numel - 1) >> low) + len(indices), np.uint8)
+    highs[(indices >> low) + np.arange(len(indices))] = 1
     fields = (
         np.packbits(bits.astype(np.uint8).ravel(), bitorder="little") for bits in (lows, highs)
     )
     return b"".join(field.tobytes() for field in fields)
 
 
-def unpack_places(data: bytes, numel: int, count: int) -> Places:
+def unpack_indices(data: bytes, numel: int, count: int) -> Indices:
     low = _low_bits(numel, count)
     low_bytes = -(-count * low // 8)
     bits = np.unpackbits(np.frombuffer(data, np.uint8), bitorder="little").astype(np.int64)
@@ -160,7 +160,7 @@ def _buckets(numel: int, settings: Settings) -> Iterator[tuple[int, int, int]]:
 def sparse_bytes(numel: int, settings: Settings) -> int:
     """Return the bytes of a message; threshold has no fixed number."""
     return sum(
-        value_bytes(k, settings) + (places_bytes(count, k) if settings.compressor == "topk" else 0)
+        value_bytes(k, settings) + (indices_bytes(count, k) if settings.compressor == "topk" else 0)
         for _, count, k in _buckets(numel, settings)
     )
 
@@ -170,16 +170,16 @@ def encode_sparse(x: Float32s, settings: Settings, first_index: int, seed: int) 
     for first, count, k in _buckets(len(x), settings):
         values = x[first : first + count]
         if settings.compressor == "randk":
-            places = drawn(count, k, first_index + first, seed)
+            indices = drawn(count, k, first_index + first, seed)
             if not np.isfinite(values).all():
                 values = np.full(count, NAN)
         elif settings.compressor == "topk":
-            places = largest(values, k)
-            message += pack_places(places, count)
+            indices = largest(values, k)
+            message += pack_indices(indices, count)
         else:
-            places = above(values, settings)
-            message += len(places).to_bytes(8, "little") + pack_places(places, count)
-        message += pack_values(values[places], settings)
+            indices = above(values, settings)
+            message += len(indices).to_bytes(8, "little") + pack_indices(indices, count)
+        message += pack_values(values[indices], settings)
     return message
 
 
@@ -196,9 +196,9 @@ def decode_sparse(
     for first, count, share in _buckets(numel, settings):
         k = share if settings.compressor != "threshold" else int.from_bytes(take(8), "little")
         if settings.compressor == "randk":
-            places = drawn(count, k, first_index + first, seed)
+            indices = drawn(count, k, first_index + first, seed)
         else:
-            places = unpack_places(take(places_bytes(count, k)), count, k)
-        out[first + places] = unpack_values(take(value_bytes(k, settings)), k, settings)
+            indices = unpack_indices(take(indices_bytes(count, k)), count, k)
+        out[first + indices] = unpack_values(take(value_bytes(k, settings)), k, settings)
     assert at == len(message), (at, len(message))
     return out

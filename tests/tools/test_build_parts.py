@@ -145,7 +145,7 @@ def test_a_missing_framework_is_in_the_summary(tmp_path: Path) -> None:
     assert "  torch   left out: torch is not installed\n" in summary
 
 
-def test_a_complete_build_has_nothing_to_add(tmp_path: Path) -> None:
+def test_complete_build_misses_nothing(tmp_path: Path) -> None:
     built, summary = Environment(tmp_path, torch_cuda="13.0").built("torch,jax,cuda")
     assert built["without"] == {}
     assert len(summary.splitlines()) == 6

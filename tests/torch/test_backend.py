@@ -101,7 +101,7 @@ def test_torchrun(check: RankCheck) -> None:
 
 
 @pytest.mark.parametrize("transport", ["SHM", pytest.param("TCP", marks=slow)])
-def test_errors_of_gloo_name_the_lost_rank(transport: str) -> None:
+def test_gloo_errors_name_the_lost_rank(transport: str) -> None:
     env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     env["COMMUNICATOR_TYPE"] = transport
     outputs = launch.processes(3, "run_torch_named_loss.py", env=env, check=False)

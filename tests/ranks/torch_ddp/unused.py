@@ -27,7 +27,7 @@ class Weighed(Net):
         return super().forward(x, True) * float(spare)
 
 
-def kept_of(state: Any) -> dict[str, torch.Tensor]:
+def tensors_of_state(state: Any) -> dict[str, torch.Tensor]:
     """Return the state of the spare layer, including biases."""
     kept = {"residuals": state.residuals.tensors, "momenta": {}}
     if isinstance(state, ddp.DeepGradientState):
@@ -79,11 +79,11 @@ def unused_layer_state_is_unchanged() -> None:
         model, always = models
         for step in range(6):
             spare = step < NO_RANK or step > LAST_RANK or (step == LAST_RANK and RANK == SIZE - 1)
-            before = kept_of(states[0])
+            before = tensors_of_state(states[0])
             for each in models if step != NO_RANK else [model]:
                 each.zero_grad()
                 each(images(RANK, step), spare=spare).square().sum().backward()
-            got, kept = model.module.spare.weight.grad, kept_of(states[0])
+            got, kept = model.module.spare.weight.grad, tensors_of_state(states[0])
             if step == NO_RANK:
                 assert got is None
                 assert any(x.any() for x in kept.values()), (make, "the state must not be empty")
@@ -94,7 +94,7 @@ def unused_layer_state_is_unchanged() -> None:
             identical_on_all_ranks({SPARE: got})
             if hook is not ddp.batched_power_sgd_hook:  # the batched hook's Q covers all layers
                 same({SPARE: got}, {SPARE: always.module.spare.weight.grad}, (make, step))
-                same(kept, kept_of(states[1]), (make, step))
+                same(kept, tensors_of_state(states[1]), (make, step))
             elif step >= NO_RANK:
                 assert got.any() and not torch.equal(
                     kept[f"residuals {SPARE}"], before[f"residuals {SPARE}"]

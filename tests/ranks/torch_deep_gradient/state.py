@@ -32,14 +32,14 @@ from cgx_ops.torch import ddp
 from .common import MATRICES, hooked
 
 
-def kept_of(state: ddp.DeepGradientState) -> dict[str, torch.Tensor]:
+def tensors_of_state(state: ddp.DeepGradientState) -> dict[str, torch.Tensor]:
     kept = {"u": state.momenta, "v": state.residuals}
     return {
         f"{what} {n}": x.clone() for what, each in kept.items() for n, x in each.tensors.items()
     }
 
 
-METHOD = Method(ddp.deep_gradient_hook, ddp.DeepGradientState, hooked, kept_of)
+METHOD = Method(ddp.deep_gradient_hook, ddp.DeepGradientState, hooked, tensors_of_state)
 
 
 # ---- 1. buckets, rules, blocks -------------------------------------------------------------------
@@ -63,7 +63,7 @@ def inside_torchs_wrapper() -> None:
     model, state = hooked(hook=hook)
     weights = train(model, range(5))
     identical_on_all_ranks(weights[-1])
-    assert {x.dtype for x in kept_of(state).values()} == {torch.float32}
+    assert {x.dtype for x in tensors_of_state(state).values()} == {torch.float32}
 
 
 def rules_and_blocks() -> None:

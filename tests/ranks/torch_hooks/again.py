@@ -43,7 +43,7 @@ def optimizers_step_again() -> None:
         assert torch.equal(*weights), optimizer
 
 
-def kept_of(state: Any) -> dict[str, torch.Tensor]:
+def tensors_of_state(state: Any) -> dict[str, torch.Tensor]:
     return {name: x.clone() for name, x in state.residuals.tensors.items()}
 
 
@@ -102,13 +102,13 @@ def hooks_average_again() -> None:
         model.register_comm_hook(state, hook)  # type: ignore[operator]
         for step in range(4):
             backward(model, step)
-        before = kept_of(state)
+        before = tensors_of_state(state)
         matrices = {name for name in before if name.endswith("weight")}
         assert matrices and all(before[name].any() for name in matrices), make
         end = begin(state)
         fails(RuntimeError, words, lambda model=model: backward(model, 4))
         end()
-        for name, x in kept_of(state).items():
+        for name, x in tensors_of_state(state).items():
             if make is ddp.QuantizedAllreduceState:
                 assert torch.equal(x, before[name]), name
             elif make is ddp.PowerSGDState and name in matrices:

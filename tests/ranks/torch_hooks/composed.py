@@ -230,7 +230,7 @@ def optimizer_overlap() -> None:
 
 
 @contextlib.contextmanager
-def streams_that_do_nothing() -> Iterator[None]:
+def dummy_streams() -> Iterator[None]:
     """Replace accelerator streams by dummies, for torch's hooks that use the current stream.
 
     On the CPU everything runs in order without them.
@@ -258,7 +258,7 @@ def optimizers_in_backward() -> None:
             module = network()
             _apply_optimizer_in_backward(torch.optim.SGD, module.parameters(), {"lr": 0.05})
             model = DistributedDataParallel(module, process_group=group, **options)
-            with streams_that_do_nothing():
+            with dummy_streams():
                 got = backward_alone(model, STEPS)
             identical_on_all_ranks(got)
             model = DistributedDataParallel(network(), **options)
@@ -277,7 +277,7 @@ def trained_in_bfloat16(group: Any, scope: Callable[[], Any]) -> torch.Tensor:
     The first backward is discarded: on the CPU torch averages uninitialized memory there.
     """
     precision = _MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    with streams_that_do_nothing(), scope():
+    with dummy_streams(), scope():
         model = DistributedDataParallel(network(), process_group=group, mixed_precision=precision)
         backward_alone(model, STEPS[:1])
         weights = train(model, STEPS[1:])[-1]

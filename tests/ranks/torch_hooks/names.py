@@ -284,7 +284,7 @@ def sharded(model: Any, *parts: Any) -> Any:
     return model
 
 
-def state_owed(kept: dict[str, Any]) -> torch.Tensor:
+def residual_of_first(kept: dict[str, Any]) -> torch.Tensor:
     """Return the residual of the weight of "first", to which fully_shard is applied."""
     module = dict(kept["modules"])["first"]
     weight = next(p for p in module.parameters if p.name == "first.weight")
@@ -319,7 +319,7 @@ def fsdp_state_of_other_modules() -> None:
     saved = state.state_dict()
     model = sharded(Model())
     state = fsdp.compress(model, LEVELS)
-    owed = state_owed(saved["kept"])
+    owed = residual_of_first(saved["kept"])
     state.load_state_dict(saved)
     assert state.kept is not None
     assert torch.equal(state.kept.residuals.tensors["first.weight"], owed)

@@ -43,13 +43,13 @@ def gradients_of(model: nn.Module) -> dict[str, torch.Tensor]:
     return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
 
-def kept_of(state: ddp.PowerSGDState) -> dict[str, Any]:
+def tensors_of_state(state: ddp.PowerSGDState) -> dict[str, Any]:
     kept = {"e": state.residuals.tensors, "q": state.factors.q}
     tensors = {f"{what} {n}": x for what, each in kept.items() for n, x in each.items()}
     return {**tensors, "stats": state.compression_stats()}
 
 
-METHOD = Method(ddp.power_sgd_hook, ddp.PowerSGDState, hooked, kept_of)
+METHOD = Method(ddp.power_sgd_hook, ddp.PowerSGDState, hooked, tensors_of_state)
 
 
 # ---- 1. gradients --------------------------------------------------------------------------------
