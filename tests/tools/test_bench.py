@@ -6,9 +6,10 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -398,10 +399,10 @@ _SIZES = ("--sizes", "64KiB", "1MiB")
 
 def _verdict(
     *arguments: str,
-    times: dict[str, tuple[float, float]] | None = None,
+    times: Mapping[str, Sequence[float]] | None = None,
     spread: float = 0.0,
     sizes: tuple[int, ...] = (1 << 16, 1 << 20),
-) -> tuple[list[str], dict[str, object]]:
+) -> tuple[list[str], dict[str, Any]]:
     """Return the verdict for times at sizes, with quartiles `spread` around the median."""
     results = [
         Result(name, 2, size, s, s * (1 - spread), s * (1 + spread), 3, 0.0, 0.0, None)
@@ -423,7 +424,7 @@ def test_verdict_compares_with_the_fastest_exact_contender() -> None:
         "With the other compressed ways: fp16 78.1 ms.",
         "Messages of 64 KiB or more take at least a tenth less time compressed than exact.",
     ]
-    [comparison] = plain["comparisons"]  # pyright: ignore[reportGeneralTypeIssues]
+    [comparison] = plain["comparisons"]
     assert comparison["outcome"] == "faster"
     lines, _ = _verdict("--parameters", "2621440", times=_TIMES | {"mpi": (1e-3, 8e-3)})
     assert "cgx 4 nearest is faster than mpi" in lines[0]
