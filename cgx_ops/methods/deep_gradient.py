@@ -52,7 +52,7 @@ class Method:
         if type(self.nesterov) is not bool or (self.nesterov and not self.momentum):
             raise InvalidArgument(
                 f"nesterov is {self.nesterov!r} and momentum is {self.momentum!r}; nesterov must "
-                "be True or False, and True needs a momentum above 0"
+                "be True or False, and Nesterov's momentum must be more than 0"
             )
         if self.clip is not None and not (is_number(self.clip) and 0 < self.clip < math.inf):
             raise InvalidArgument(f"clip is {self.clip!r}; it must be a number above 0, or None")

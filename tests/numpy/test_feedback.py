@@ -229,7 +229,7 @@ def test_exact_calls_have_no_residual() -> None:
     def run(_rank: int, comm: Communicator) -> None:
         x, residual = np.ones(100, np.float32), np.ones(100, np.float32)
         for call in (comm.allreduce, comm.allreduce_async, comm.reduce_scatter):
-            with pytest.raises(InvalidArgument, match="exact call loses nothing"):
+            with pytest.raises(InvalidArgument, match="exact call has no quantization"):
                 call(x, config=exact, residual=residual)
         with pytest.raises(InvalidArgument, match="leave the residual out, or compress"):
             comm.allreduce(x, config=exact, segments=segments, residual=residual)

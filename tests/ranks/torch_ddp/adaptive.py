@@ -172,7 +172,7 @@ def invalid_settings() -> None:
     def state(config: Config, bits: AdaptiveBits | None = None, **options: Any) -> None:
         ddp.QuantizedAllreduceState(config=config, adaptive=bits or adaptive(), **options)
 
-    fails(Unsupported, "errors are predicted of", lambda: state(Config(compressor="topk")))
+    fails(Unsupported, "errors can be predicted for", lambda: state(Config(compressor="topk")))
     fails(InvalidArgument, "below 32", lambda: state(Config(bits=32)))
     fails(
         InvalidArgument,

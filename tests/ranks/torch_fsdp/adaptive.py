@@ -150,7 +150,7 @@ def invalid_adaptive_settings() -> None:
 
     refuses(of(EXACT), InvalidArgument, "less than 32")
     refuses(of(None), InvalidArgument, "less than 32")
-    refuses(of(Config(compressor="topk")), Unsupported, "errors are predicted of")
+    refuses(of(Config(compressor="topk")), Unsupported, "errors can be predicted for")
     levels = Config(bits=3, compressor="levels")
     refuses(of(levels, choices=(2, 8)), InvalidArgument, "choices is (2, 8): bits is 8")
     state = fsdp.compress(model, NEAREST)
