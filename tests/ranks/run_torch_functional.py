@@ -322,7 +322,7 @@ def bad_calls() -> None:
         reduce_scatter(x[:5])
     with refused(ValueError, "x has shape []"):
         reduce_scatter(x[0])
-    with refused(ValueError, "op 'max' at 4 bits", "use bits=32"):
+    with refused(ValueError, "op 'max' with 4 bits", "use bits=32"):
         reduce_scatter(x, "max")
     with refused(ValueError, "quantized_reduce_scatter: op 'mean' is unknown"):
         reduce_scatter(x, "mean")  # type: ignore[call-overload]

@@ -53,7 +53,7 @@ BAD_CALLS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         "minimal_size is -1",
     ),
     "op": (lambda: tc.allreduce(X, op="mean"), ValueError, "op 'mean'.*'sum', 'avg'"),
-    "op at 4 bits": (lambda: tc.allreduce(X, op="max"), ValueError, "'max' at 4 bits.*bits=32"),
+    "op at 4 bits": (lambda: tc.allreduce(X, op="max"), ValueError, "'max' with 4 bits.*bits=32"),
     "rounding": (
         lambda: tc.allreduce(X, rounding="up"),
         ValueError,
@@ -67,7 +67,7 @@ BAD_CALLS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "a field that is none": (
         lambda: tc.allreduce(X, config="seed=1"),
         ValueError,
-        "a config has no 'seed'; it has bits, bucket_size",
+        "a config has no field 'seed'; the fields are bits",
     ),
     "a keyword that does not fit": (
         lambda: tc.allreduce(X, 2, config="compressor='topk'"),
