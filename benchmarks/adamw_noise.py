@@ -16,7 +16,7 @@ import argparse
 import itertools
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import documents
@@ -118,16 +118,13 @@ def table_of_moments(found: list[Compared]) -> Table:
                 name,
                 mean([each.error for each in mine]),
                 mean([each.root_v for each in mine]),
-                *(mean([each.fifths[i] for each in mine]) for i in (0, 2, 4)),
                 mean([each.along for each in mine]),
             ]
         )
-    columns = ["codec", "error", "sqrt(v)", "smallest", "middle", "largest", "step"]
+    columns = ["gradients", "error", "sqrt(v)", "step"]
     notes = [
-        "All figures are ratios to exact AdamW, on the same gradients. Error: L2 norm of the "
-        "averaged gradient. sqrt(v): root mean square. Smallest, middle, largest: median of "
-        "sqrt(v) in the fifth of the elements with the smallest, middle and largest v. Step: "
-        "length of Adam's step along the exact step."
+        "Ratios to exact AdamW on the same gradients. Error: L2 norm of the error of the averaged "
+        "gradient. sqrt(v): root mean square. Step: length of Adam's step along the exact one."
     ]
     return Table("Adam's moments of compressed gradients", columns, rows, notes=notes)
 
@@ -175,15 +172,16 @@ def table_of_trained(found: list[Trained]) -> Table:
     def cell(codec: str, frozen: bool) -> str:
         exact = losses(EXACT, False)
         more = [loss - exact[seed] for seed, loss in losses(codec, frozen).items()]
-        deviation = statistics.stdev(more) if len(more) > 1 else 0
-        return f"{statistics.mean(more):+.3f} ± {deviation:.3f}"
+        deviation = f" ± {statistics.stdev(more):.3f}" if len(more) > 1 else ""
+        return f"{statistics.mean(more):+.3f}{deviation}"
 
     rows = [[codec, cell(codec, False), cell(codec, True)] for codec in FROZEN]
     exact = losses(EXACT, False).values()
+    seeds = f"mean and standard deviation of {len(exact)} seeds" if len(exact) > 1 else "one seed"
     notes = [
-        "Held-out loss (nats) minus that of exact gradients whose second moment goes on "
-        f"({statistics.mean(exact):.3f}): mean and standard deviation of {len(exact)} seeds. "
-        f"The first {FROZEN_AFTER:.0%} of the steps are exact everywhere."
+        "Held-out loss (nats) minus that of exact gradients with a v that goes on "
+        f"({statistics.mean(exact):.3f}); {seeds}. The first {FROZEN_AFTER:.0%} of the steps are "
+        "exact in all trainings."
     ]
     columns = ["gradients", "v goes on", "v frozen"]
     return Table("Adam with a frozen second moment", columns, rows, notes=notes)
@@ -211,6 +209,14 @@ def measure(options: argparse.Namespace) -> Report:
     return report
 
 
+def read(path: Path) -> Report:
+    """Read a report of --json, and make its tables again."""
+    report = Report.read(path)
+    compared = [Compared(**each) for each in report.results if "codec" in each]
+    trained = [Trained(**each) for each in report.results if "gradients" in each]
+    return replace(report, tables=[table_of_moments(compared), table_of_trained(trained)])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Adam's second moment of compressed gradients")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
@@ -226,7 +232,7 @@ def main() -> None:
     )
     options = parser.parse_args()
     torch.set_num_threads(1)
-    report = Report.read(options.again) if options.again else measure(options)
+    report = read(options.again) if options.again else measure(options)
     for table in report.tables:
         table.print()
     if options.plot:
