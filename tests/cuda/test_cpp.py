@@ -40,7 +40,7 @@ def test_under_compute_sanitizer(name: str, tool: str, programs: Path) -> None:
         "compute-sanitizer", path="/usr/local/cuda/bin"
     )
     if sanitizer is None:
-        pytest.skip("compute-sanitizer is neither on PATH nor in /usr/local/cuda/bin")
+        pytest.skip("compute-sanitizer is not on PATH or in /usr/local/cuda/bin")
     options = ("--tool", tool, *TOOLS[tool], "--target-processes", "all", "--error-exitcode", 1)
     found = cpp_programs.run(sanitizer, *options, programs / name)
     assert "ERROR SUMMARY: 0 errors" in found or "RACECHECK SUMMARY: 0 hazards" in found, found
