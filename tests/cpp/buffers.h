@@ -1,4 +1,4 @@
-// Values of a tensor in memory: at odd addresses, and with guards that must stay as they are.
+// Tensors at odd addresses, between guard bytes that must not change.
 #pragma once
 
 #include <algorithm>
@@ -45,7 +45,7 @@ inline void store(Dtype dtype, float value, std::byte* stored) {
   std::memcpy(stored, &bits, sizeof(bits));
 }
 
-// One byte after an aligned address: kernels must not care. What lies behind must stay.
+// Begins one byte after an aligned address, and ends with guard bytes that must not change.
 class Unaligned {
  public:
   explicit Unaligned(int64_t bytes) : bytes_(static_cast<size_t>(bytes) + 1 + kGuard, kFill) {}

@@ -1,4 +1,4 @@
-// CHECK for programs that go on after a failure: main() ends with `return report()`.
+// CHECK for programs that continue after a failure: main() ends with `return report()`.
 #pragma once
 
 #include <atomic>
@@ -19,7 +19,7 @@ inline void check(bool condition, const char* text, int line, const std::string&
 }
 #define CHECK(condition, where) ::cgx::test::check((condition), #condition, __LINE__, (where))
 
-// Prints how many checks passed, and on what; returns the program's status, 1 if any failed.
+// Prints how many checks passed, followed by `on_what`; returns the exit status, 1 if any failed.
 inline int report(const std::string& on_what = "") {
   if (failed > 0) std::fprintf(stderr, "%ld checks failed\n", static_cast<long>(failed));
   std::printf("%ld checks passed%s\n", static_cast<long>(passed), on_what.c_str());

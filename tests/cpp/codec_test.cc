@@ -1,11 +1,10 @@
-// What a codec may rely on, and what relies on it.
+// The codec interface: variable lengths, and validation of messages.
 //
-//   1. one whose length is known only when it has encoded takes one file and one row
-//      (pairs_codec.h): allreduce among threads, alone and beside other codecs in one message, with
-//      residuals, and by a caller who carries the bytes
-//   2. what cannot be cut is refused where it would have to be, with the remedy
-//   3. a message that is too short, too long or foreign is an error that names its sender: of every
-//      codec, by every algorithm
+//   1. A codec whose length is known only after encoding (pairs_codec.h) works in an allreduce
+//      among threads, beside other codecs in one message, with residuals, and in carried calls.
+//   2. Collectives that must cut a message reject such a codec, and the error states the remedy.
+//   3. For every codec and algorithm, a message that is too short, too long or malformed is an
+//      error that names its sender.
 #include <cmath>
 #include <deque>
 #include <numeric>
@@ -30,7 +29,7 @@ std::vector<float> values_of(int rank, int64_t numel) {
   return values;
 }
 
-// What pairs keep of a value; segments of fewer than 16 travel exact.
+// The decoded value of the pairs codec. Segments of fewer than 16 values are exact.
 float kept(float value, int64_t numel) {
   return numel < 16 || std::abs(value) >= 0.5f ? value : 0.0f;
 }
@@ -57,7 +56,7 @@ cgx_collective_t call_of(const cgx_segment_t* segments, int64_t count, const flo
   return call;
 }
 
-// ---- 1. lengths of their own ----
+// ---- 1. variable lengths ----
 
 void test_allreduce(int size, const char* transport) {
   const Ranks ranks(size, transport, 60, "pairs");
@@ -80,8 +79,8 @@ void test_allreduce(int size, const char* transport) {
   });
 }
 
-// Exact values, buckets and pairs in one message: each part as if it were alone.
-void test_beside_others() {
+// Exact values, buckets and pairs in one message: each segment has the result of a separate call.
+void test_mixed_codecs() {
   constexpr int kSize = 3;
   const cgx_segment_t segments[] = {{0, 700, 512, kPairsBits, 0, nullptr},
                                     {700, 1000, 512, 32, 0, nullptr},
@@ -136,7 +135,7 @@ void test_carried() {
       std::memcpy(gathered.data() + stride, &length, sizeof(length));
       try {
         carried[0].decode(gathered);
-        CHECK(false, "a length of %ld passed", long(length));
+        CHECK(false, "a message of %ld bytes was accepted", long(length));
       } catch (const Error& error) {
         CHECK(std::strstr(error.what(), "rank 1 sent"), "%s", error.what());
       }
@@ -144,9 +143,9 @@ void test_carried() {
   }
 }
 
-// ---- 2. what has to be cut ----
+// ---- 2. messages that must be cut ----
 
-void test_refused() {
+void test_cut_codecs_are_rejected() {
   const Ranks ranks(2, "AUTO", 60, "refused");
   ranks.run([&](int, int32_t comm) {
     std::vector<float> values(200), results(400);
@@ -172,9 +171,9 @@ void test_refused() {
   });
 }
 
-// ---- 3. messages that are wrong ----
+// ---- 3. malformed messages ----
 
-// Keeps nothing: what is sent goes nowhere.
+// Discards all messages.
 class Sink : public Port {
  public:
   BufferRef allocate(size_t bytes) override {
@@ -191,18 +190,18 @@ class Sink : public Port {
   std::deque<Bytes> memory_;
 };
 
-struct Wrong {
+struct MessageCase {
   cgx_algorithm_t algorithm;
   std::vector<int> hosts;
   int bits;
   int64_t bucket_size;
   int source, part;
-  int64_t right;  // bytes of a message that is right; 0: any
+  int64_t valid_bytes;  // bytes of a well-formed message; 0: varies
   cgx_compressor_t compressor = CGX_UNIFORM;
 };
 
-// What comes of a message of so many bytes, all of them 0xff.
-std::string error_of(const Wrong& row, int64_t bytes) {
+// Delivers a message of `bytes` bytes of 0xff and returns the error, "" if there is none.
+std::string error_of(const MessageCase& row, int64_t bytes) {
   const auto size = static_cast<int>(row.hosts.size());
   const cgx_segment_t segment{0, 6000, row.bucket_size, row.bits, 0, nullptr};
   std::vector<float> values(6000, 1.0f), results(6000);
@@ -230,9 +229,9 @@ std::string error_of(const Wrong& row, int64_t bytes) {
   return "";
 }
 
-void test_wrong_messages() {
+void test_malformed_messages() {
   const int64_t exact = 3000 * 4;
-  const Wrong rows[] = {
+  const MessageCase rows[] = {
       {CGX_SRA, {0, 0}, 32, 512, 1, 0, exact},
       {CGX_RING, {0, 0}, 32, 512, 1, 0, exact},
       {CGX_ONE_SHOT, {0, 0}, 32, 512, 1, 0, 6000 * 4},
@@ -240,30 +239,31 @@ void test_wrong_messages() {
       {CGX_RING, {0, 0}, 4, 500, 1, 0, 6 * (8 + 250)},
       {CGX_HIERARCHICAL, {0, 0, 1, 1}, 4, 500, 1, 0, 0},
       {CGX_ONE_SHOT, {0, 0}, kPairsBits, 512, 1, 0, 0},
-      // Bytes of ones are no places: those of a right length are foreign.
+      // Bytes of 0xff are not valid indices, so that even the right length is an error.
       {CGX_SRA, {0, 0}, 4, 500, 1, 0, 0, CGX_TOPK},
       {CGX_ONE_SHOT, {0, 0}, 4, 500, 1, 0, 0, CGX_TOPK},
       {CGX_ONE_SHOT, {0, 0}, 4, 500, 1, 0, 0, CGX_THRESHOLD},
       {CGX_SRA, {0, 0}, 4, 500, 1, 0, 6 * (2 + 100), CGX_TERNARY},
       {CGX_SRA, {0, 0}, 4, 500, 1, 0, 6 * 5 * 4, CGX_RANDK},
   };
-  for (const Wrong& row : rows) {
-    if (row.right) CHECK(error_of(row, row.right).empty(), "a message that is right");
-    for (const int64_t bytes : {int64_t{1}, row.right - 1, row.right + 1, int64_t{1} << 20}) {
+  for (const MessageCase& row : rows) {
+    if (row.valid_bytes) CHECK(error_of(row, row.valid_bytes).empty(), "a well-formed message");
+    for (const int64_t bytes :
+         {int64_t{1}, row.valid_bytes - 1, row.valid_bytes + 1, int64_t{1} << 20}) {
       if (bytes < 1) continue;
       const std::string error = error_of(row, bytes);
       CHECK(error.find("rank 1 sent") == 0, "algorithm %d, %d bits, %ld bytes: '%s'", row.algorithm,
             row.bits, long(bytes), error.c_str());
     }
   }
-  // A bucket's 5 places of 500 take 6 bits each and 13 bytes: of 6 buckets, with values of 4 bytes.
+  // Indices take 13 bytes a bucket: 5 of 500, at 6 bits each. There are 6 buckets.
   const int64_t topk = 6 * (4 + 2 + 5 * 4);
   CHECK(error_of(rows[7], topk).find("rank 1 sent a malformed message: ") == 0, "%s",
         error_of(rows[7], topk).c_str());
-  // A threshold's message begins with how many values there are: of 2^64 - 1 none.
+  // A threshold message begins with the number of values, here 2^64 - 1.
   CHECK(error_of(rows[9], 100).find("values above a threshold, of 6000") != std::string::npos, "%s",
         error_of(rows[9], 100).c_str());
-  // As many bytes as pairs may have, but foreign ones: their indices make no sense.
+  // A possible length of pairs, but the indices are out of range.
   const std::string error = error_of(rows[6], 80);
   CHECK(error.find("rank 1 sent a malformed message: index") == 0, "%s", error.c_str());
 }
@@ -274,9 +274,9 @@ int main() {
   add_pairs_codec();
   for (const int size : {1, 2, 3, 4, 8}) test_allreduce(size, "AUTO");
   test_allreduce(3, "SHM");
-  test_beside_others();
+  test_mixed_codecs();
   test_carried();
-  test_refused();
-  test_wrong_messages();
+  test_cut_codecs_are_rejected();
+  test_malformed_messages();
   std::puts("passed");
 }

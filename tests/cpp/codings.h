@@ -1,4 +1,4 @@
-// What devices are told (kernel/bucket_format.h), and the codec of the CPU for it.
+// Encodings of GPU kernels (kernel/bucket_format.h), and the matching CPU codecs.
 #pragma once
 
 #include <cstddef>
@@ -32,7 +32,7 @@ inline cgx_compressor_t compressor_of(BucketFormat format) {
   }
 }
 
-// seed: of places that are drawn.
+// `seed` selects the indices of randk.
 inline CodecSettings settings_of(Dtype dtype, const Coding& coding, int64_t bucket_size,
                                  uint64_t seed) {
   CodecSettings settings{.dtype = dtype, .bits = coding.bits, .bucket_size = bucket_size};
@@ -48,7 +48,7 @@ inline CodecSettings settings_of(Dtype dtype, const Coding& coding, int64_t buck
   settings.compressor = compressor_of(coding.format);
   settings.clip = coding.clip;
   if (coding.rotation_log > 0) settings.rotation = 1 << coding.rotation_log;
-  // Only these have bits to choose.
+  // Only these formats have a choice of bits.
   const bool has_bits = coding.format == BucketFormat::kUniform ||
                         coding.format == BucketFormat::kLevels ||
                         coding.format == BucketFormat::kQsgd;
@@ -62,7 +62,7 @@ inline std::unique_ptr<Codec> codec_of(Dtype dtype, const Coding& coding, int64_
   return make_codec(settings_of(dtype, coding, bucket_size, seed));
 }
 
-// Of a piece's message, or of what is reduced.
+// The codec of a piece of a message or of a reduced piece.
 inline std::unique_ptr<Codec> codec_of(Dtype dtype, const device::Piece& piece,
                                        const Coding& coding) {
   return codec_of(dtype, coding, piece.bucket_size, piece.seed);
@@ -74,33 +74,35 @@ inline std::string text_of(const Coding& coding) {
               coding.drawn);
 }
 
-// All codings that devices have: exact values, uniform buckets, then what needs kernels of its own.
+// All encodings that GPUs support: exact values, uniform buckets, then formats with separate
+// kernels.
 inline std::vector<Coding> codings() {
   using enum BucketFormat;
   std::vector<Coding> all = {{}};
   for (uint8_t bits = 1; bits <= 8; ++bits) all.push_back({.bits = bits});
   for (uint8_t bits = 1; bits <= 4; ++bits) all.push_back({kLevels, bits});
   for (uint8_t bits = 2; bits <= 8; bits += 2) all.push_back({kQsgd, bits});
-  const Coding others[] = {{kSign, 1},
-                           {kOnebit, 1},
-                           {kTernary, 2},
-                           {kTernary, 2, true},
-                           {kUniform, kHalfBits},
-                           {kUniform, 4, false, false, 5},  // rotated, these
-                           {kLevels, 2, false, false, 7},
-                           {kOnebit, 1, false, false, 10},
-                           {kTernary, 2, true, false, 1},
-                           {kQsgd, 5, false, false, 3},
-                           {kUniform, 8, false, false, 10},
-                           {.bits = kExactBits, .density = 10'000'000},  // chosen, these
-                           {.bits = kHalfBits, .density = kMostDensityOnDevices},
-                           {.bits = kExactBits, .drawn = true, .density = 30'000'000},
-                           {.bits = kExactBits, .drawn = true, .density = kMostDensityOnDevices}};
+  const Coding others[] = {
+      {kSign, 1},
+      {kOnebit, 1},
+      {kTernary, 2},
+      {kTernary, 2, true},
+      {kUniform, kHalfBits},
+      {kUniform, 4, false, false, 5},  // these are rotated
+      {kLevels, 2, false, false, 7},
+      {kOnebit, 1, false, false, 10},
+      {kTernary, 2, true, false, 1},
+      {kQsgd, 5, false, false, 3},
+      {kUniform, 8, false, false, 10},
+      {.bits = kExactBits, .density = 10'000'000},  // these send a part of the values
+      {.bits = kHalfBits, .density = kMostDensityOnDevices},
+      {.bits = kExactBits, .drawn = true, .density = 30'000'000},
+      {.bits = kExactBits, .drawn = true, .density = kMostDensityOnDevices}};
   all.insert(all.end(), std::begin(others), std::end(others));
   return all;
 }
 
-// Whether a device holds its buckets as a whole.
+// Whether GPU kernels hold whole buckets in shared memory.
 inline bool is_whole(const Coding& coding) {
   return coding.rotation_log != 0 || coding.density != 0;
 }
@@ -109,7 +111,7 @@ inline bool is_vote(const Coding& coding) {
   return coding.bits != kExactBits && coding.format == BucketFormat::kSign;
 }
 
-// Makes votes of the values of a piece, if it is voted on.
+// Replaces the values of a piece by votes, if its format is a vote.
 inline void vote(const Coding& coding, int64_t bucket_size, float* values, int64_t numel) {
   if (!is_vote(coding)) return;
   const auto codec = codec_of(Dtype::kFloat32, coding, bucket_size);

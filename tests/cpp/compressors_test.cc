@@ -1,9 +1,9 @@
-// Codecs of every row of the table, without ranks.
+// The codecs of all compressors, without ranks.
 //
-//   1. every bucket format, and what sparse ones and rotation need, by every CPU target: the same
-//   bits
-//   2. codecs: what is kept is what is lost, pieces are parts, other lengths are refused
-//   3. places in Elias-Fano's code: right ones, and bytes that are none
+//   1. All CPU targets give the same bits in every bucket format, in selection and in rotation.
+//   2. Codecs: residuals equal the quantization errors, pieces match parts of the whole message,
+//      and wrong lengths are rejected.
+//   3. The Elias-Fano code of indices: valid and invalid bytes.
 //
 // Exits with 1 if any check failed.
 #include <algorithm>
@@ -47,19 +47,19 @@ const FormatRow kFormats[] = {
     {BucketFormat::kMagnitudes, {2, 3, 4, 5, 6, 7, 8}, RoundingMode::kNearest},
 };
 
-// Of all bytes that targets and codecs made: the same in the builds of other processors.
+// The digest of all bytes that targets and codecs produced. Builds for other processors must match.
 uint64_t digest = fnv1a({});
 
 void note(const Unaligned& bytes) { digest = fnv1a(bytes.bytes(), digest); }
 
-// Which NaN a rotation gives is the processor's.
+// The payload of a NaN after a rotation depends on the processor.
 void make_one_nan(std::byte* values, int64_t numel) {
   for (int64_t i = 0; i < numel; ++i)
     if (std::isnan(widened(Dtype::kFloat32, values + 4 * i)))
       store(Dtype::kFloat32, std::bit_cast<float>(kFloat32Nan), values + 4 * i);
 }
 
-// Runs work(kernels, memory) by every target on memory of so many bytes; all must agree.
+// Runs work(kernels, memory) on every target, with `bytes` bytes of memory; results must be equal.
 template <typename Work>
 void same_by_all(int64_t bytes, const std::string& where, const Work& work) {
   std::vector<Unaligned> results;
@@ -72,7 +72,8 @@ void same_by_all(int64_t bytes, const std::string& where, const Work& work) {
 }
 
 void test_format(const FormatRow& row, int bits, Dtype dtype, Data kind, int64_t bucket_size) {
-  if (dtype != Dtype::kFloat32 && row.format != BucketFormat::kUniform) return;  // codecs widen
+  if (dtype != Dtype::kFloat32 && row.format != BucketFormat::kUniform)
+    return;  // codecs widen first
   std::mt19937 random(bits);
   for (const int64_t numel : {int64_t{1}, int64_t{17}, int64_t{1300}}) {
     const BucketRun run{.numel = numel,
@@ -99,7 +100,7 @@ void test_format(const FormatRow& row, int bits, Dtype dtype, Data kind, int64_t
                                  memory + numel * 4, reinterpret_cast<float*>(memory));
       });
     }
-    // Any bytes: those of encoders, and others.
+    // Bytes from encoders, and random bytes.
     Unaligned records(bytes);
     kernels().quantize(dtype, values.data(), run, rounding, records.data());
     for (const bool foreign : {false, true}) {
@@ -116,7 +117,7 @@ void test_format(const FormatRow& row, int bits, Dtype dtype, Data kind, int64_t
   }
 }
 
-// Places are those that sorting gives.
+// The indices must equal those that sorting gives.
 void test_select(Data kind, int64_t numel, int64_t k) {
   const std::vector<float> values = make_data(kind, numel, 8);
   std::vector<uint32_t> order(static_cast<size_t>(numel));
@@ -163,7 +164,7 @@ void test_targets() {
   }
 }
 
-// A rotation and its inverse: the values, but for rounding.
+// A rotation and its inverse give the values back, up to rounding.
 void test_rotation() {
   for (const int64_t numel : {1, 40, 512, 5000}) {
     for (int size = 2; size <= 1024; size *= 2) {
@@ -182,7 +183,7 @@ void test_rotation() {
 
 // ---- 2. codecs ----
 
-// Every row of the table at its settings.
+// Every compressor of the table, with several settings.
 std::vector<CodecSettings> all_settings() {
   std::vector<CodecSettings> rows;
   const auto add = [&](cgx_compressor_t compressor, int bits, const auto&... change) {
@@ -224,7 +225,8 @@ std::vector<CodecSettings> all_settings() {
   return rows;
 }
 
-// A bucket's bytes and values do not depend on what they are cut from: with the kernels in use.
+// The bytes and values of a bucket do not depend on the surrounding buffer. Uses the default
+// target.
 void test_codec_row(const CodecSettings& settings, Data kind, int64_t numel) {
   const std::string where =
       join(codec_entry(settings).name, " bits ", settings.bits, " skip ",
@@ -238,7 +240,7 @@ void test_codec_row(const CodecSettings& settings, Data kind, int64_t numel) {
   const bool whole = exact || settings.compressor == CGX_HALF;
   if (sliced) CHECK(sliced->grain() == (whole ? 1 : settings.bucket_size), where);
 
-  // Values of the wire's type, encoded as they are and widened: the same bytes.
+  // Values of the wire dtype encode to the same bytes with and without widening.
   const Unaligned values = stored(settings.dtype, make_data(kind, numel, 4));
   Unaligned wide(numel * 4);
   kernels().convert(settings.dtype, values.data(), Dtype::kFloat32, wide.data(), numel);
@@ -251,7 +253,7 @@ void test_codec_row(const CodecSettings& settings, Data kind, int64_t numel) {
   CHECK(sliced ? bytes == most : bytes <= most, where);
   const int64_t again =
       codec->encode(Dtype::kFloat32, wide.data(), numel, 0, rounding, message_of_wide.data());
-  // Raw values keep a NaN's payload unless they are converted.
+  // Raw values keep the payload of a NaN unless they are converted.
   const bool raw = exact || settings.skip_incomplete_buckets || settings.compressor == CGX_HALF;
   const bool may_differ = raw && (kind == Data::kNonFinite || kind == Data::kAnyBits);
   CHECK(bytes == again && (may_differ || message == message_of_wide), where);
@@ -267,7 +269,7 @@ void test_codec_row(const CodecSettings& settings, Data kind, int64_t numel) {
   make_one_nan(decoded_with_one_nan.data(), numel);
   note(settings.rotation ? decoded_with_one_nan : decoded);
 
-  // A sum with 0 is what is decoded, but for the sign of zeros and the payload of a NaN.
+  // Adding to 0 gives the decoded values, except for the sign of zeros and the payload of NaNs.
   Unaligned sum(numel * 4), expected_sum(numel * 4);
   std::memset(sum.data(), 0, static_cast<size_t>(numel * 4));
   std::memset(expected_sum.data(), 0, static_cast<size_t>(numel * 4));
@@ -277,7 +279,7 @@ void test_codec_row(const CodecSettings& settings, Data kind, int64_t numel) {
   kernels().add(Dtype::kFloat32, floats, expected, expected, numel);
   CHECK(sum == expected_sum, where);
 
-  // What is kept is what decoding shows to be lost.
+  // The residual is the quantization error.
   Unaligned keeping(most), lost(numel * 4), expected_lost(numel * 4);
   const auto* source = reinterpret_cast<const float*>(wide.data());
   const int64_t kept = codec->encode_keeping(source, numel, 0, rounding, keeping.data(),
@@ -285,13 +287,13 @@ void test_codec_row(const CodecSettings& settings, Data kind, int64_t numel) {
   kernels().subtract(source, floats, reinterpret_cast<float*>(expected_lost.data()), numel);
   CHECK(kept == bytes && keeping == message_of_wide && lost == expected_lost, where);
 
-  // So it is where that takes the place of the values.
+  // The same if the residual overwrites the values.
   Unaligned message_again(most), replaced = wide;
   auto* both = reinterpret_cast<float*>(replaced.data());
   codec->encode_keeping(both, numel, 0, rounding, message_again.data(), both);
   CHECK(message_again == message_of_wide && replaced == expected_lost, where);
 
-  // A piece that begins at a grain encodes to its part of the message.
+  // A piece that begins at a multiple of the grain encodes to its part of the message.
   if (sliced && numel > 1024) {
     const int64_t start = whole ? 700 : sliced->grain();
     const int64_t piece_bytes = sliced->max_bytes(numel) - sliced->offset(start);
@@ -338,7 +340,7 @@ void test_codecs() {
   }
 }
 
-// ---- 3. places ----
+// ---- 3. indices ----
 
 std::string read_error(const std::vector<std::byte>& bytes, int64_t numel, int64_t count) {
   std::vector<uint32_t> indices(static_cast<size_t>(count));
@@ -365,18 +367,18 @@ void test_indices() {
       std::vector<uint32_t> again(indices.size());
       read_indices(bytes.data(), numel, again);
       CHECK(again == indices, where);
-      // No more than the information and two bits a place.
+      // At most the information content plus two bits an index.
       const double bits = std::log2(static_cast<double>(numel) / static_cast<double>(count)) + 3;
       CHECK(static_cast<double>(bytes.size()) <= static_cast<double>(count) * bits / 8 + 2, where);
     }
   }
-  // 4 of 64: 4 low bits each in 2 bytes; then bits 0, 2, 4, 6 of the high ones in 1.
+  // 4 of 64: each has 4 low bits, 2 bytes in all. The high parts set bits 0, 2, 4, 6 of 1 byte.
   const std::vector<uint32_t> indices = {1, 17, 33, 49};
   std::vector<std::byte> bytes(3);
   CHECK(indices_bytes(64, 4) == 3, "bytes");
   write_indices(indices, 64, bytes.data());
   CHECK(bytes[0] == std::byte{0x11} && bytes[1] == std::byte{0x11} && bytes[2] == std::byte{0x55},
-        "as in docs/reference/wire_format.md");
+        "as in docs/reference/compressor_formats.md");
   const auto with = [&](uint8_t low, uint8_t middle, uint8_t high) {
     return std::vector<std::byte>{std::byte{low}, std::byte{middle}, std::byte{high}};
   };

@@ -1,8 +1,8 @@
-// The promises of device/queue.h, on a GPU: what a queue does and in which order, on its own stream
-// and on the caller's, and in graphs. One test per promise. Exits with 77 where there is no GPU.
+// The contract of device/queue.h on a GPU: operations and their order, on own and wrapped streams,
+// and in CUDA graphs. One test for each guarantee. Exits with 77 without a GPU.
 //
-// Queues are held back by wait_for() on a word that the test writes, so that "not before" and "does
-// not block" are seen without a clock. What hangs is ended by alarm().
+// Tests hold queues back by wait_for() on a word that they write later. So they check order and
+// non-blocking calls without timing. alarm() ends a test that hangs.
 #include <atomic>
 #include <cstring>
 #include <memory>
@@ -26,7 +26,7 @@ void test_copy_and_clear() {
   queue->copy(to.get(), from.get(), 0);
   queue->synchronize();
   check_filled(to, 1);
-  queue->clear(b.get() + 5, 1001);  // between the two: what surrounds it stays
+  queue->clear(b.get() + 5, 1001);  // the bytes around the range must not change
   queue->copy(to.get(), b.get(), kBytes);
   queue->synchronize();
   for (size_t i = 0; i < kBytes; ++i)
@@ -46,14 +46,14 @@ void test_nothing_blocks() {
     queue->copy(to.get(), a.get(), kBytes);
     queue->call([](void* context) { ++*static_cast<std::atomic<int>*>(context); }, &calls);
   }
-  CHECK(!queue->idle() && calls == 0, "%d calls went ahead", calls.load());
+  CHECK(!queue->idle() && calls == 0, "%d calls ran before the gate opened", calls.load());
   gate.open();
   queue->synchronize();
   CHECK(queue->idle() && calls == 20, "%d calls", calls.load());
   check_filled(to, 2);
 }
 
-// The device calls the host, which answers through pinned memory: the staged wire's handshake.
+// The device calls the host, which answers through pinned memory, as the staged wire does.
 void test_call_and_wait_for() {
   struct Service {
     std::atomic<bool> called{false};
@@ -70,7 +70,7 @@ void test_call_and_wait_for() {
   queue->call(
       [](void* context) {
         auto* to = static_cast<Service*>(context);
-        to->seen = *to->watched;  // what was copied before is here
+        to->seen = *to->watched;  // earlier copies have arrived
         to->called = true;
         to->called.notify_one();
       },
@@ -79,8 +79,8 @@ void test_call_and_wait_for() {
   queue->copy(a.get(), answer.get(), kBytes);
   queue->copy(to.get(), a.get(), kBytes);
   service.called.wait(false);
-  CHECK(service.seen == from.get()[kBytes - 1], "called before the copy was there");
-  fill(answer, 4);  // after the copy from `answer` was put on the queue
+  CHECK(service.seen == from.get()[kBytes - 1], "the call ran before the earlier copy had ended");
+  fill(answer, 4);  // changed after the copy from `answer` was queued
   gate.open();
   queue->synchronize();
   check_filled(to, 4);
@@ -94,12 +94,12 @@ void test_wait_for_at_least() {
   gate.hold(*queue, 5);
   queue->synchronize();
   gate.hold(*queue, 6);
-  CHECK(!queue->idle(), "5 is not 6");
+  CHECK(!queue->idle(), "the wait for 6 ended at 5");
   gate.open(1000);
   queue->synchronize();
   gate.open(0xfffffffe);
-  gate.hold(*queue, 1);  // after the wrap
-  CHECK(!queue->idle(), "the word has not wrapped");
+  gate.hold(*queue, 1);  // after the wrap-around
+  CHECK(!queue->idle(), "the wait ended before the word wrapped around");
   gate.open(3);
   queue->synchronize();
 }
@@ -108,14 +108,14 @@ void test_follow() {
   const auto first = gpu().make_queue(), second = gpu().make_queue();
   const Memory from = pinned(), a = on_device(), to = pinned();
   Gate before, after;
-  for (int round = 1; round <= 3; ++round) {  // one queue follows again and again
+  for (int round = 1; round <= 3; ++round) {  // the same queue follows several times
     fill(from, round);
     before.hold(*first, 2 * round);
     first->copy(a.get(), from.get(), kBytes);
     second->follow(*first);
-    after.hold(*first, round);  // later: `second` does not wait for it
+    after.hold(*first, round);  // queued later: `second` does not wait for it
     second->copy(to.get(), a.get(), kBytes);
-    CHECK(!second->idle(), "the other queue was not waited for");
+    CHECK(!second->idle(), "follow() did not wait for the other queue");
     before.open(2 * round);
     second->synchronize();
     CHECK(!first->idle(), "round %d", round);
@@ -125,8 +125,8 @@ void test_follow() {
   }
 }
 
-// Encode, then decode, of exact values: that launches go on their queue. What they compute is
-// tested elsewhere.
+// Encodes and decodes exact values, to check that launches are queued. cuda_kernels_test.cc checks
+// their results.
 void test_launches() {
   constexpr int64_t kNumel = kBytes / sizeof(float);
   const auto queue = gpu().make_queue();
@@ -156,13 +156,13 @@ void test_launches() {
   queue->encode(encode);
   queue->decode(decode);
   queue->copy(to.get(), result.get(), kBytes);
-  CHECK(!queue->idle(), "a launch did not wait");
+  CHECK(!queue->idle(), "a launch ran before the gate opened");
   gate.open();
   queue->synchronize();
-  CHECK(std::memcmp(to.get(), from.get(), kBytes) == 0, "other values came back");
+  CHECK(std::memcmp(to.get(), from.get(), kBytes) == 0, "decoded values differ");
 }
 
-// Two ranks on one GPU, each with its memory; then one of them alone.
+// Two ranks on one GPU exchange signals; then only one of them does.
 void test_signal() {
   constexpr int kRanks = 2;
   struct Control {
@@ -201,12 +201,12 @@ void test_signal() {
     CHECK(control.done == 5 && control.fault == 0 && rank.reported().status == CGX_OK,
           "done %lu, fault %u, status %u", control.done, control.fault, rank.reported().status);
   }
-  put(0, 20'000'000);  // nobody comes
+  put(0, 20'000'000);  // the peer never calls
   ranks[0].queue->synchronize();
   CHECK(ranks[0].fetched().fault != 0 && ranks[0].reported().status == CGX_TIMEOUT &&
             ranks[0].reported().rank == 1,
         "status %u, rank %d", ranks[0].reported().status, ranks[0].reported().rank);
-  put(1, 60'000'000'000);  // too late, and told so: it does not wait for its own deadline
+  put(1, 60'000'000'000);  // late: reports the failure without waiting for its own deadline
   ranks[1].queue->synchronize();
   CHECK(ranks[1].reported().status == CGX_PEER_FAILED, "status %u", ranks[1].reported().status);
 }
@@ -220,9 +220,9 @@ void test_wrap() {
   for (cudaStream_t stream : {own, cudaStream_t{nullptr}, cudaStreamLegacy, cudaStreamPerThread}) {
     fill(from, 6);
     Gate gate;
-    gate.hold(*gpu().wrap(stream));  // the queue is gone at once, its work is not
+    gate.hold(*gpu().wrap(stream));  // the wrapped queue is destroyed immediately; its work remains
     check_cuda(cudaMemcpyAsync(a.get(), from.get(), kBytes, cudaMemcpyDefault, stream));
-    CHECK(cudaStreamQuery(stream) == cudaErrorNotReady, "the stream was not held back");
+    CHECK(cudaStreamQuery(stream) == cudaErrorNotReady, "the stream was not blocked");
     cudaGetLastError();
     const auto queue = gpu().wrap(stream), after = gpu().make_queue();
     queue->clear(a.get(), 1);
@@ -237,52 +237,53 @@ void test_wrap() {
   check_cuda(cudaStreamDestroy(own));
 }
 
-// Our own queues do not wait for the default stream, as ordinary streams do.
-void test_own_queues_are_apart() {
+// Own queues do not synchronize with the default stream, unlike ordinary streams.
+void test_own_queues_ignore_the_default_stream() {
   const auto standard = gpu().wrap(nullptr), own = gpu().make_queue();
   const Memory a = on_device();
   Gate gate;
   gate.hold(*standard);
   own->clear(a.get(), kBytes);
   own->synchronize();
-  CHECK(!standard->idle(), "the default stream was not held back");
+  CHECK(!standard->idle(), "the default stream was not blocked");
   gate.open();
   standard->synchronize();
 }
 
-// A stream that records a graph, a queue of ours that joins in, and what may be done meanwhile.
+// A stream capture that one of our queues joins, and the calls that are allowed during a capture.
 void test_recording() {
   cudaStream_t stream = nullptr;
   check_cuda(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
   const Memory from = pinned(), a = on_device(), b = on_device(), to = pinned();
   const auto queue = gpu().wrap(stream), side = gpu().make_queue();
-  CHECK(!gpu().recording(stream) && !gpu().recording(nullptr), "nothing is recorded yet");
+  CHECK(!gpu().recording(stream) && !gpu().recording(nullptr),
+        "recording before the capture began");
   check_cuda(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal));
-  CHECK(gpu().recording(stream) && !gpu().recording(nullptr), "the stream records");
+  CHECK(gpu().recording(stream) && !gpu().recording(nullptr), "not recording during the capture");
   queue->copy(a.get(), from.get(), kBytes);
   side->follow(*queue);
-  CHECK(gpu().recording(stream), "it still does");
+  CHECK(gpu().recording(stream), "the capture ended too early");
   side->copy(b.get(), a.get(), kBytes);
   const Memory allocated = on_device(), unrelated = fetch(allocated.get());
   queue->follow(*side);
   queue->copy(to.get(), b.get(), kBytes);
   cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
   check_cuda(cudaThreadExchangeStreamCaptureMode(&mode));
-  CHECK(mode == cudaStreamCaptureModeGlobal, "the caller's mode was changed to %d", mode);
+  CHECK(mode == cudaStreamCaptureModeGlobal, "the caller's capture mode changed to %d", mode);
   check_cuda(cudaThreadExchangeStreamCaptureMode(&mode));
   cudaGraph_t graph = nullptr;
   cudaGraphExec_t run = nullptr;
   check_cuda(cudaStreamEndCapture(stream, &graph));
   check_cuda(cudaGraphInstantiate(&run, graph, 0));
-  CHECK(!gpu().recording(stream), "it has ended");
-  CHECK(to.get()[0] == std::byte{0}, "something ran while it was recorded");
+  CHECK(!gpu().recording(stream), "recording after the capture ended");
+  CHECK(to.get()[0] == std::byte{0}, "work ran during the capture");
   for (int round = 7; round < 10; ++round) {
     fill(from, round);
     check_cuda(cudaGraphLaunch(run, stream));
     queue->synchronize();
     check_filled(to, round);
   }
-  side->synchronize();  // what joined is an ordinary queue again
+  side->synchronize();  // the queue that joined is an ordinary queue again
   side->clear(a.get(), kBytes);
   side->synchronize();
   check_cuda(cudaGraphExecDestroy(run));
@@ -302,6 +303,6 @@ int main() {
   test_launches();
   test_signal();
   test_wrap();
-  test_own_queues_are_apart();
+  test_own_queues_ignore_the_default_stream();
   test_recording();
 }

@@ -1,6 +1,5 @@
-// The promises of a device's memory, on a GPU: what it is when it comes, whose an address is, who
-// may open it. One test per promise. Exits with 77 where there is no GPU. What hangs is ended by
-// alarm().
+// Device memory on a GPU: initial contents, ownership of addresses, sharing between processes. One
+// test for each guarantee. Exits with 77 without a GPU. alarm() ends a test that hangs.
 #include <spawn.h>
 #include <sys/wait.h>
 
@@ -23,7 +22,7 @@ constexpr char kOpen[] = "--open";  // this program as the other process of test
 
 void test_allocate() {
   for (size_t bytes : {size_t{0}, size_t{1}, kBytes, size_t{2} << 20}) {
-    {  // what is freed comes again, often at the same place
+    {  // freed memory is often allocated again at the same address
       const Memory host = pinned(bytes), device = on_device(bytes);
       const auto queue = gpu().make_queue();
       fill(host, 1, bytes);
@@ -39,14 +38,14 @@ void test_allocate() {
   fails(CGX_SYSTEM, {"cudaMalloc of 1024.0 TiB on cuda:0 (", " free)", "cudaErrorMemoryAllocation"},
         [] { on_device(size_t{1} << 50); });
   fails(CGX_SYSTEM, {"cudaHostAlloc of 1024.0 TiB"}, [] { pinned(size_t{1} << 50); });
-  CHECK(on_device(), "no memory after a refusal");
+  CHECK(on_device(), "allocation fails after an earlier failure");
 }
 
 void test_addresses() {
   const Memory device = on_device(), host = pinned();
   float value = 0;
-  CHECK(&device_of(device.get() + 100) == &gpu() && gpu().name() == "cuda:0", "another device");
-  CHECK(&device_of(nullptr) == &gpu(), "no buffer: the thread's device");
+  CHECK(&device_of(device.get() + 100) == &gpu() && gpu().name() == "cuda:0", "wrong device");
+  CHECK(&device_of(nullptr) == &gpu(), "a null address: the thread's current device");
   gpu().check_address(device.get() + kBytes - 1, {"input"});
   fails(CGX_INVALID_ARGUMENT, {"input is a null"}, [] { gpu().check_address(nullptr, {"input"}); });
   fails(CGX_INVALID_ARGUMENT, {"input is in pinned host memory"},
@@ -59,7 +58,7 @@ void test_addresses() {
   fails(CGX_INVALID_ARGUMENT, {"has been freed"}, [&] { device_of(freed); });
 }
 
-// A thread that has not used CUDA has no device afterwards either.
+// A thread that has not used CUDA still has no current context after a call.
 void test_caller_keeps_its_device() {
   PFN_cuCtxGetCurrent_v4000 get_current = nullptr;
   cudaDriverEntryPointQueryResult found{};
@@ -75,7 +74,7 @@ void test_caller_keeps_its_device() {
     queue->synchronize();
     memory.reset();
     fails(CGX_INVALID_ARGUMENT, {}, [&] { device_of(&context); });
-    CHECK(get_current(&context) == CUDA_SUCCESS && !context, "a context was left behind");
+    CHECK(get_current(&context) == CUDA_SUCCESS && !context, "the call left a current context");
   }).join();
 }
 
@@ -83,7 +82,7 @@ void test_other_device() {
   int count = 0;
   check_cuda(cudaGetDeviceCount(&count));
   if (count < 2) {
-    std::puts("one GPU: nothing of two tested");
+    std::puts("one GPU: the tests for two GPUs were skipped");
     return;
   }
   CudaDevice& other = CudaDevice::get(1);
@@ -91,7 +90,7 @@ void test_other_device() {
   int current = -1;
   check_cuda(cudaGetDevice(&current));
   CHECK(current == 0, "the caller's device is now %d", current);
-  CHECK(&device_of(theirs.get()) == &other, "another device");
+  CHECK(&device_of(theirs.get()) == &other, "wrong device");
   fails(CGX_INVALID_ARGUMENT, {"input is on cuda:1, but the communicator uses cuda:0"},
         [&] { gpu().check_address(theirs.get(), {"input"}); });
   fill(from, 11);
@@ -99,7 +98,7 @@ void test_other_device() {
   try {
     opened = gpu().open(other.share(theirs));
   } catch (const Error& error) {
-    std::printf("not tested: %s\n", error.what());
+    std::printf("skipped: %s\n", error.what());
     return;
   }
   const auto queue = gpu().make_queue();
@@ -115,7 +114,7 @@ void test_share_in_one_process() {
   const Bytes shared = gpu().share(memory);
   CHECK(shared.size() <= 128, "%zu bytes", shared.size());
   const Memory opened = gpu().open(shared);
-  CHECK(opened == memory, "another address");
+  CHECK(opened == memory, "a different address");
 }
 
 std::string to_hex(const Bytes& bytes) {
@@ -135,7 +134,7 @@ Bytes from_hex(std::string_view text) {
   return bytes;
 }
 
-// The other process: reads what the first one wrote, and answers in the same memory.
+// The second process: reads the bytes of the first, and writes its answer to the same memory.
 int open_and_answer(std::string_view shared) {
   const Memory memory = gpu().open(from_hex(shared)), answer = pinned();
   check_filled(fetch(memory.get()), 12);
@@ -156,8 +155,10 @@ void test_two_processes(char* program) {
   char* arguments[] = {program, flag.data(), shared.data(), nullptr};
   pid_t child = 0;
   int status = -1;
-  CHECK(posix_spawn(&child, program, nullptr, nullptr, arguments, environ) == 0, "no process");
-  CHECK(waitpid(child, &status, 0) == child && status == 0, "the other process: %d", status);
+  CHECK(posix_spawn(&child, program, nullptr, nullptr, arguments, environ) == 0,
+        "posix_spawn failed");
+  CHECK(waitpid(child, &status, 0) == child && status == 0, "exit status of the second process: %d",
+        status);
   check_filled(fetch(memory.get()), 13);
 }
 

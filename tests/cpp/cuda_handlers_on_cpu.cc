@@ -1,10 +1,10 @@
-// For run_cuda_jax.py, which has XLA:CPU run the CUDA handlers of xla_ffi/, on machines
-// without a GPU. Loaded beforehand (LD_PRELOAD), so that its cgx_enqueue comes before libcgx's:
+// Lets run_cuda_jax.py run the CUDA handlers of xla_ffi/ on XLA:CPU, on machines without a GPU.
+// It is loaded by LD_PRELOAD, so that its cgx_enqueue overrides that of libcgx:
 //
-//   collective_execute, allreduce_q   call the handlers, and give them the stream that XLA:CPU has
-//                                     not
-//   cgx_enqueue                       checks that what it gets is for that stream, and runs it on
-//                                     the CPU; or fails, as often as it is told to
+//   collective_execute, allreduce_q   call the handlers with a fake stream, since XLA:CPU has none
+//   cgx_enqueue                       checks that the call uses this stream, and runs it on the
+//   CPU;
+//                                     or fails as many times as fail_next() requests
 #include <dlfcn.h>
 
 #include <atomic>
@@ -17,7 +17,7 @@ namespace {
 
 XLA_FFI_Handler* handlers[2];
 std::atomic<int32_t> failures{0};
-void* const kStream = &failures;  // some address
+void* const kStream = &failures;  // any address
 
 template <typename F>
 F* of_libcgx(const char* name) {
@@ -56,7 +56,7 @@ XLA_FFI_Error* collective_execute(XLA_FFI_CallFrame* frame) { return call(handle
 XLA_FFI_Error* allreduce_q(XLA_FFI_CallFrame* frame) { return call(handlers[1], frame); }
 
 cgx_status_t cgx_enqueue(const cgx_collective_t* collective) {
-  // libcgx's own: memory of the host is no GPU's, driver or not.
+  // The real function fails for host memory, with and without a driver.
   if (failures.fetch_sub(1) > 0) return of_libcgx<decltype(cgx_enqueue)>("cgx_enqueue")(collective);
   failures = 0;
   if (collective->device != CGX_CUDA || collective->stream != kStream || collective->seeds)

@@ -1,10 +1,10 @@
-// The code of the GPU's kernels, run on the host by a loop for the lanes (host_group.h), against
-// the CPU's kernels and codecs, to the bit. What this does not see: the instructions that the
-// GPU has for loads, reductions and conversions, and the launches.
+// Compares the code of the GPU kernels with the CPU kernels and codecs, bit for bit. HostGroup
+// (host_group.h) runs this code on the host. GPU instructions for loads, reductions and
+// conversions, and kernel launches, are not covered here.
 //
 //   1. launches on the host
-//   2. Encode, Reduce, Decode: any pieces, anywhere
-//   3. a failed collective
+//   2. Encode, Reduce, Decode of random pieces
+//   3. launches after a failure
 //
 // Exits with 1 if any check failed.
 #include <algorithm>
@@ -75,7 +75,7 @@ void run(Launch launch, bool reduces) {
   if (launch.dtype == Dtype::kBfloat16) of_value(Bfloat16{});
 }
 
-// ---- 2. any pieces, anywhere ----
+// ---- 2. random pieces ----
 
 constexpr int64_t kBucketSizes[] = {1, 7, 64, 128, 512, 513, 1024, 1025, 8192, 8193, 100000};
 constexpr int64_t kLengths[] = {0, 1, 17, 511, 512, 513, 3000, 65543};
@@ -91,7 +91,7 @@ std::unique_ptr<Codec> codec(Dtype dtype, const Shape& shape, const Coding& codi
   return test::codec_of(dtype, coding, shape.bucket_size, shape.seed);
 }
 
-// Any that may come with the other: sparse ones come with exact values only.
+// A random encoding that may be combined with `other`. Sparse ones combine with exact values only.
 Coding any_coding(int64_t bucket_size, const Coding& other = {}) {
   static const std::vector<Coding> all = test::codings();
   while (true) {
@@ -101,7 +101,7 @@ Coding any_coding(int64_t bucket_size, const Coding& other = {}) {
   }
 }
 
-// The piece that a case is about, and maybe others beside it.
+// The piece under test, and up to two more at random positions around it.
 std::vector<Shape> shapes_around(const Coding& coding, int64_t bucket_size, int64_t numel) {
   std::vector<Shape> shapes = {{numel, bucket_size, 0, coding, any_coding(bucket_size, coding), 0}};
   for (int64_t more = pick(3); more > 0; --more) {
@@ -117,8 +117,8 @@ std::vector<Shape> shapes_around(const Coding& coding, int64_t bucket_size, int6
   return shapes;
 }
 
-struct Exchanges {
-  explicit Exchanges(int64_t bytes)
+struct RandomRegions {
+  explicit RandomRegions(int64_t bytes)
       : done(static_cast<uint64_t>(pick(5))), regions{pick(3) ? &done : nullptr, bytes} {}
   uint64_t done;
   Regions regions;
@@ -136,7 +136,7 @@ int64_t read_at(const Regions& regions) {
   return regions.done && *regions.done % 2 == 1 ? regions.bytes : 0;
 }
 
-// What is lost between floats and their encoding, as the dtype.
+// The quantization errors of `floats`, as the dtype.
 Memory lost_of(Dtype dtype, Memory& floats, const Codec& codec, const Memory& message,
                int64_t first_index, float scale) {
   const auto numel = static_cast<int64_t>(floats.size() / 4);
@@ -147,7 +147,7 @@ Memory lost_of(Dtype dtype, Memory& floats, const Codec& codec, const Memory& me
   return lost;
 }
 
-// Returns where a residual of values begins.
+// Returns the offset of a residual with random values.
 int64_t add_residual(Dtype dtype, const Shape& shape, Data kind, Space* residuals) {
   const Memory values = make_values(dtype, shape.numel, kind).memory;
   return residuals->add(Memory(values.end() - shape.numel * size_of(dtype), values.end()));
@@ -168,7 +168,7 @@ void test_encode(Dtype dtype, RoundingMode rounding, Data kind, const std::vecto
   const auto region = static_cast<int64_t>(messages.actual.size());
   launch.copies = copies_behind(region, pick(4));
   messages.repeat(2 * (launch.copies.count + 1));
-  Exchanges exchanges(region);
+  RandomRegions exchanges(region);
   launch.regions = exchanges.regions;
 
   for (size_t i = 0; i < shapes.size(); ++i) {
@@ -209,7 +209,7 @@ void test_reduce(Dtype dtype, RoundingMode rounding, Data kind, std::vector<Shap
   launch.size = static_cast<int32_t>(1 + pick(5));
   launch.own = static_cast<int32_t>(pick(launch.size + 1)) - 1;
   launch.op = one_of({Op::kSum, Op::kAvg});
-  if (pick(4) == 0) {  // ops of exact values
+  if (pick(4) == 0) {  // only exact values support other ops
     launch.op = one_of({Op::kMin, Op::kMax, Op::kProduct});
     for (Shape& shape : shapes) shape.coding = shape.reduced_coding = {};
   }
@@ -239,7 +239,7 @@ void test_reduce(Dtype dtype, RoundingMode rounding, Data kind, std::vector<Shap
   reduced.actual.resize(static_cast<size_t>(region), kFill);
   launch.copies = copies_behind(region, pick(3));
   reduced.repeat(2 * (launch.copies.count + 1));
-  Exchanges exchanges(region);
+  RandomRegions exchanges(region);
   launch.regions = exchanges.regions;
 
   for (size_t i = 0; i < shapes.size(); ++i) {
@@ -280,7 +280,7 @@ void test_reduce(Dtype dtype, RoundingMode rounding, Data kind, std::vector<Shap
       }
     }
     if (launch.op == Op::kAvg) kernels().divide(floats_of(sums), launch.divisor, shape.numel);
-    // Without a message to write, a result is what an exact one decodes to.
+    // A result without a message to write is exact.
     const bool encodes = reduced_at[i] >= 0 || is_vote(shape.reduced_coding);
     const auto to = codec(dtype, shape, encodes ? shape.reduced_coding : Coding{});
     Memory message(static_cast<size_t>(to->max_bytes(shape.numel)));
@@ -316,7 +316,7 @@ void test_decode(Dtype dtype, Data kind, const std::vector<Shape>& shapes,
   }
   const auto region = static_cast<int64_t>(messages.actual.size());
   messages.repeat(2);
-  Exchanges exchanges(region);
+  RandomRegions exchanges(region);
   launch.regions = exchanges.regions;
   for (size_t i = 0; i < shapes.size(); ++i) {
     const Shape& shape = shapes[i];
@@ -333,7 +333,8 @@ void test_decode(Dtype dtype, Data kind, const std::vector<Shape>& shapes,
     const int64_t bytes =
         compressor->encode(dtype, values.data(), shape.numel, shape.first_index, {}, message);
     if (is_plain(shape.coding) && !is_exact(shape.coding) && bytes >= 8 && pick(4) == 0) {
-      constexpr uint32_t kNoRankWrites[] = {0xfffd3f09, 0xfff629ff};  // two NaNs
+      constexpr uint32_t kNoRankWrites[] = {
+          0xfffd3f09, 0xfff629ff};  // two NaNs with payloads that no encoder writes
       std::memcpy(message, kNoRankWrites, sizeof(kNoRankWrites));
     }
     Memory result(static_cast<size_t>(shape.numel * size_of(dtype)));
@@ -351,7 +352,8 @@ void test_pieces() {
     for (const int64_t bucket_size : kBucketSizes) {
       if (test::is_whole(coding) && bucket_size > kMostWholeOnDevices) continue;
       for (const int64_t numel : kLengths) {
-        if (numel > 10000 && bucket_size < 64 && coding.bits % 4 != 0) continue;  // tiny records
+        if (numel > 10000 && bucket_size < 64 && coding.bits % 4 != 0)
+          continue;  // skip buckets of few bytes
         const Dtype dtype = kDtypes[++turn % 3];
         const auto rounding = static_cast<RoundingMode>(turn / 3 % 3);
         const auto kind = static_cast<Data>(turn % static_cast<int>(Data::kEnd));
@@ -366,7 +368,7 @@ void test_pieces() {
   }
 }
 
-// ---- 3. a failed collective ----
+// ---- 3. launches after a failure ----
 
 void test_fault() {
   const uint32_t fault = 1;
@@ -402,7 +404,7 @@ void test_fault() {
         true);
     CHECK(all_nan(result) && all_nan(residual), where);
 
-    // No message is written: peers may be reading the last one.
+    // Messages must not be overwritten: peers may be reading the previous one.
     const std::vector<float> untouched(kNumel, 3.0f);
     CHECK(reduced == untouched, where);
     std::vector<float> message = untouched;

@@ -1,5 +1,5 @@
-// What is around the GPU's kernels, run on the host: how work is dealt out to groups of lanes, and
-// Signals among threads. Exits with 1 if any check failed.
+// Tests the host-side code around GPU kernels: how buckets are distributed over thread groups, and
+// Signals between ranks that are threads. Exits with 1 if any check failed.
 #include <algorithm>
 #include <array>
 #include <atomic>
@@ -21,10 +21,10 @@
 namespace cgx::device::cuda {
 namespace {
 
-// ---- 1. how work is dealt out ----
+// ---- 1. distribution of buckets ----
 
 void test_work() {
-  constexpr int64_t kHuge = (int64_t{1} << 33) + 5;  // elements: over 2^32
+  constexpr int64_t kHuge = (int64_t{1} << 33) + 5;  // more than 2^32 elements
   Pieces pieces{.count = 6};
   const auto set = [&](int i, int64_t numel, int64_t bucket_size, const Coding& coding) {
     pieces.at[i] = {
@@ -38,14 +38,14 @@ void test_work() {
   set(4, 5000, 1, kExact);
   set(5, 1025, 1025, kEight);
   cut_exact_pieces(&pieces, true);
-  CHECK(pieces.at[4].bucket_size == kMostOfWarp, "exact values have no grid");
+  CHECK(pieces.at[4].bucket_size == kMostOfWarp, "bucket size of exact values");
   const Work warps = work_for(Formats::kPlain, Takers::kWarps, pieces);
   const Work blocks = work_for(Formats::kPlain, Takers::kBlocks, pieces);
   const int64_t first = kHuge / 512 + 1;
-  CHECK(warps.pieces == 3 && warps.buckets == first + 1 + 5, "of warps");
-  CHECK(blocks.pieces == 2 && blocks.buckets == kHuge / (1 << 20) + 1 + 1, "of blocks");
+  CHECK(warps.pieces == 3 && warps.buckets == first + 1 + 5, "work of warps");
+  CHECK(blocks.pieces == 2 && blocks.buckets == kHuge / (1 << 20) + 1 + 1, "work of blocks");
 
-  // Every bucket is found, by one search after another and from the start.
+  // Consecutive searches and a search from the start find each bucket.
   struct Expected {
     int64_t bucket;
     int32_t piece;
@@ -61,14 +61,16 @@ void test_work() {
       CHECK(found.piece == piece && found.number == number, join("bucket ", bucket));
     }
   }
-  CHECK(bucket_at(first - 1, 512, kFour, 4) == (first - 1) * 264, "beyond 2^32");
+  CHECK(bucket_at(first - 1, 512, kFour, 4) == (first - 1) * 264, "an offset of more than 2^32");
   CHECK(bucket_at(0, int64_t{1} << 62, kEight, 4) == 0, "a bucket longer than memory");
-  CHECK(field_bytes((int64_t{1} << 62) + 1, kEight) == (int64_t{1} << 62) + 1, "does not overflow");
+  CHECK(field_bytes((int64_t{1} << 62) + 1, kEight) == (int64_t{1} << 62) + 1, "overflow");
   CHECK(buckets_of({.numel = 1, .bucket_size = std::numeric_limits<int64_t>::max()}) == 1, "one");
 
-  CHECK(groups_for(Takers::kWarps, 9, 132) == 9, "a bucket a group");
-  CHECK(groups_for(Takers::kWarps, int64_t{1} << 40, 132) == 132 * 64, "in turn");
-  CHECK(groups_for(Takers::kBlocks, int64_t{1} << 40, 132) == 132 * 4, "in turn");
+  CHECK(groups_for(Takers::kWarps, 9, 132) == 9, "one bucket for each group");
+  CHECK(groups_for(Takers::kWarps, int64_t{1} << 40, 132) == 132 * 64,
+        "groups take several buckets");
+  CHECK(groups_for(Takers::kBlocks, int64_t{1} << 40, 132) == 132 * 4,
+        "groups take several buckets");
 }
 
 // ---- 2. Signals among threads ----
@@ -98,7 +100,7 @@ struct Rank {
   Report report{};
 };
 
-// Ranks' exchanges; change() may alter what a rank launches.
+// The exchanges of all ranks. Ranks that pass different digests disagree.
 class World {
  public:
   explicit World(int size) : ranks_(static_cast<size_t>(size)) {}
@@ -128,7 +130,7 @@ class World {
 };
 
 void test_signals() {
-  {  // What is written before an exchange is read after it, over and over.
+  {  // Data written before an exchange is visible after it, in every repetition.
     World world(4);
     constexpr int kTimes = 300;
     std::vector<std::array<int, 2>> written(4);
@@ -145,38 +147,40 @@ void test_signals() {
       CHECK(world[rank].done == kTimes && world[rank].fault == 0 && world[rank].report.status == 0,
             join("rank ", rank));
   }
-  {  // One rank alone has nobody to wait for.
+  {  // A single rank does not wait.
     World world(1);
     world.exchange_as(0, 1);
     CHECK(world[0].done == 1 && world[0].fault == 0, "alone");
   }
-  {  // A rank that is late: named by all who waited for it, and told when it comes.
+  {  // A late rank: its peers name it, and it gets an error when it arrives.
     World world(3);
     world.in_threads([&](int rank) {
       if (rank != 1) world.exchange_as(rank, 1, 200 * 1000 * 1000);
     });
     for (const int rank : {0, 2}) {
       const Report& report = world[rank].report;
-      // Rank 0 may give up before rank 2 has looked: then it is rank 0 that failed.
+      // Rank 0 may give up before rank 2 checks rank 1. Rank 2 then reports rank 0.
       const bool late = report.status == CGX_TIMEOUT && report.rank == 1;
-      const bool told = report.status == CGX_PEER_FAILED && report.rank == 2 - rank;
-      CHECK((late || told) && report.exchange == 1, join("rank ", rank));
+      const bool peer_failed = report.status == CGX_PEER_FAILED && report.rank == 2 - rank;
+      CHECK((late || peer_failed) && report.exchange == 1, join("rank ", rank));
       CHECK(world[rank].fault == 1 && world[rank].done == 0, join("rank ", rank));
     }
     world.exchange_as(1, 1);
     CHECK(world[1].report.status == CGX_PEER_FAILED && world[1].report.rank == 0, "the late one");
   }
-  {  // A rank that had failed before: others hear of it, its report stays.
+  {  // A rank that failed earlier: its report is unchanged, and its peer reports the failure.
     World world(2);
     world[0].fault = 7;
     world[0].report.status = CGX_SYSTEM;
     world.in_threads([&](int rank) { world.exchange_as(rank, 1); });
-    CHECK(world[0].report.status == CGX_SYSTEM && world[0].report.exchange == 0, "the first stays");
-    CHECK(world[1].report.status == CGX_PEER_FAILED && world[1].report.rank == 0, "hears of it");
+    CHECK(world[0].report.status == CGX_SYSTEM && world[0].report.exchange == 0,
+          "the first report is unchanged");
+    CHECK(world[1].report.status == CGX_PEER_FAILED && world[1].report.rank == 0,
+          "the peer reports it");
     world.exchange_as(1, 1);
     CHECK(world[1].report.exchange == 1, "once");
   }
-  {  // A rank of another mind: its notice tells of what.
+  {  // Ranks that disagree: each report contains both notices.
     World world(2);
     world.in_threads([&](int rank) {
       world.exchange_as(rank, 1);
@@ -184,19 +188,21 @@ void test_signals() {
     });
     for (int rank = 0; rank < 2; ++rank) {
       const Report& report = world[rank].report;
-      // Who sees the difference first gives up only later exchanges: the other sees it too.
+      // The first rank to detect it gives up only later exchanges, so the other rank detects it,
+      // too.
       CHECK(report.status == CGX_MISMATCH, join("rank ", rank));
       CHECK(report.rank == 1 - rank && report.exchange == 2, join("rank ", rank));
       CHECK(report.ours.digest == (rank == 0 ? 2u : 3u), join("rank ", rank));
       const auto digest = static_cast<uint64_t>(rank == 0 ? 3 : 2);
       const uint64_t word = 100 * digest + static_cast<uint64_t>(1 - rank);
-      CHECK(report.theirs.digest == digest && report.theirs.words[30] == word, "its notice");
+      CHECK(report.theirs.digest == digest && report.theirs.words[30] == word, "the peer's notice");
     }
-    // Who comes to a later exchange is told.
+    // A later exchange reports the failure.
     world[0].fault = world[1].fault = 0;
     world[1].done = 2;
     world.exchange_as(1, 9);
-    CHECK(world[1].report.exchange == 2 && world[1].fault == kFailedAndNotified, "the next");
+    CHECK(world[1].report.exchange == 2 && world[1].fault == kFailedAndNotified,
+          "a later exchange");
   }
 }
 

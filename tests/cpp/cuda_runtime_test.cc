@@ -1,6 +1,6 @@
-// What the CUDA runtime's side says and does where there is no GPU, or no driver: it loads, and
-// every way in says what is missing. What needs no device at all is tested with it. With a GPU the
-// same calls are refused for other reasons; cuda_device*_test.cc have the rest.
+// The CUDA code without a driver or a GPU: it loads, and every entry point reports what is missing.
+// Also tests the parts that need no device. With a GPU the same calls fail for other reasons;
+// cuda_device*_test.cc tests them.
 #include <functional>
 
 #include "cuda/device.h"
@@ -18,14 +18,14 @@ bool has_driver() {
   return cudaDriverGetVersion(&version) == cudaSuccess && version != 0;
 }
 
-// Without a driver the runtime always has this one.
-bool no_error_is_left() { return !has_driver() || cudaGetLastError() == cudaSuccess; }
+// Without a driver, cudaGetLastError always returns an error.
+bool no_cuda_error() { return !has_driver() || cudaGetLastError() == cudaSuccess; }
 
-// throws() that leaves no error behind.
+// Like throws(), and checks that no CUDA error remains.
 void fails(cgx_status_t status, const std::vector<std::string>& parts,
            const std::function<void()>& work) {
   throws(status, parts, work);
-  CHECK(no_error_is_left(), "an error is left behind");
+  CHECK(no_cuda_error(), "cudaGetLastError returns an error");
 }
 
 bool has_device() {
@@ -37,7 +37,7 @@ bool has_device() {
 
 void test_host_memory() {
   float value = 0;
-  for (int round = 0; round < 2; ++round) {  // a failure is not remembered
+  for (int round = 0; round < 2; ++round) {  // twice, since a failure must not be cached
     const auto ask = [&] { device_of(&value); };
     if (has_device())
       fails(CGX_INVALID_ARGUMENT, {"the first buffer", "host memory", "pass device=CPU"}, ask);
@@ -61,7 +61,7 @@ void test_describe() {
         text.c_str());
   CHECK(contains(text, "\"driver\": null") == !has_driver(), "%s", text.c_str());
   CHECK(contains(text, "\"devices\": []}") == !has_device(), "%s", text.c_str());
-  CHECK(no_error_is_left(), "an error is left behind");
+  CHECK(no_cuda_error(), "cudaGetLastError returns an error");
 }
 
 void test_texts() {
@@ -81,15 +81,15 @@ void test_errors() {
   cuda::check(CUDA_SUCCESS, "nothing");
   fails(CGX_SYSTEM, {"a copy of 5 bytes: ", "(cudaErrorIllegalAddress). ", "restart the process"},
         [] { cuda::check(cudaErrorIllegalAddress, "a copy of ", 5, " bytes"); });
-  // The driver's numbers are the runtime's.
+  // Driver and runtime use the same error numbers.
   fails(CGX_SYSTEM, {"(cudaErrorMemoryAllocation). "},
         [] { cuda::check(CUDA_ERROR_OUT_OF_MEMORY, "allocating"); });
   fails(CGX_SYSTEM, {"(cudaErrorNotSupported)"},
         [] { cuda::check(CUDA_ERROR_NOT_SUPPORTED, "waiting"); });
 }
 
-// A description of memory, as far as it goes without a device: through to the peer, and refused
-// there if the peer could not open it.
+// The description of shared memory, as far as it works without a device: a peer reads it, and
+// rejects it if it could not open the memory.
 void test_shared() {
   cuda::Shared mine{};
   mine.pid = 4711;
@@ -100,7 +100,7 @@ void test_shared() {
   const Bytes bytes = mine.bytes();
   CHECK(bytes.size() <= 128, "%zu bytes", bytes.size());
   const cuda::Shared theirs = cuda::Shared::read(bytes);
-  CHECK(std::memcmp(&mine, &theirs, sizeof(mine)) == 0, "not what was written");
+  CHECK(std::memcmp(&mine, &theirs, sizeof(mine)) == 0, "the description changed");
 
   Bytes shorter = bytes;
   shorter.pop_back();
@@ -110,12 +110,12 @@ void test_shared() {
         [&] { cuda::Shared::read(mine.bytes()); });
 }
 
-// Finding NCCL needs no device; where it is not installed it is said which file is missing.
+// Finding NCCL needs no device. The error names the missing file.
 void test_nccl() {
-  for (int round = 0; round < 2; ++round) try {  // a failure is not remembered
+  for (int round = 0; round < 2; ++round) try {  // twice, since a failure must not be cached
       const cuda::Nccl& nccl = cuda::Nccl::find();
       CHECK(nccl.version().starts_with("2."), "version %s", nccl.version().c_str());
-      CHECK(nccl.make_id().size() == 128 && nccl.make_id() != nccl.make_id(), "no id");
+      CHECK(nccl.make_id().size() == 128 && nccl.make_id() != nccl.make_id(), "ids are not unique");
     } catch (const Error& error) {
       CHECK(error.status() == CGX_SYSTEM && contains(error.what(), "libnccl.so.2"), "%s",
             error.what());

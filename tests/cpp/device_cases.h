@@ -1,4 +1,4 @@
-// Collectives on devices that are threads (fake_device.h), to be compared with the same on CPUs.
+// Collectives on simulated devices (fake_device.h), compared with the same calls on CPUs.
 #pragma once
 
 #include <cmath>
@@ -20,7 +20,7 @@ using device::FakeDevice;
 using device::FakeQueue;
 using Seconds = Communicator::Seconds;
 
-// A job of ranks, with a device each.
+// A job whose ranks are threads, each with a simulated device.
 struct Job {
   Job(int size, const std::string& type, double timeout_s = 60) {
     static int jobs = 0;
@@ -41,7 +41,7 @@ struct Job {
       });
     for (auto& thread : threads) thread.join();
   }
-  std::vector<std::unique_ptr<FakeDevice>> devices;  // outlive what uses them
+  std::vector<std::unique_ptr<FakeDevice>> devices;  // destroyed after the communicators
   std::vector<CommunicatorRef> communicators;
 };
 
@@ -73,7 +73,7 @@ struct Case {
   }
 };
 
-// One rank's call, with memory of its own.
+// One rank's call with its own buffers.
 class Rank {
  public:
   Rank(const Case& given, int rank, int size, const std::string& name = "")
@@ -126,13 +126,13 @@ class Rank {
       call.residuals = residual_at_.data();
     }
   }
-  // On the CPU.
+  // runs the call on the CPU
   void run(Communicator& communicator) {
     call.device = CGX_CPU;
     give_seeds(/*on_device=*/false);
     communicator.run(call);
   }
-  // On the device.
+  // runs the call on the device
   void enqueue(Communicator& communicator, FakeDevice& device, FakeQueue& stream) {
     call.device = CGX_CUDA;
     call.stream = &stream;
@@ -172,7 +172,7 @@ class Rank {
   std::vector<void*> residual_at_;
 };
 
-// Calls of two ranks that are not alike, and what errors say: over our wires, and over a library.
+// Differences between the calls of two ranks, and the expected texts: on own wires, and on NCCL.
 struct Disagreement {
   std::function<void(Rank*)> change;
   const char *ours, *library;
@@ -182,7 +182,7 @@ inline const Disagreement kDisagreements[] = {
     {[](Rank* r) { r->call.op = CGX_AVG; }, "op", "op"},
     {[](Rank* r) { r->call.name = "other"; }, "disagree", "name"}};
 
-// The case on devices against the same on CPUs, to the bit.
+// Runs the case on CPUs and on devices; the results must be bitwise equal.
 inline void compare(const Job& job, const Case& one, int64_t* compared) {
   job.run([&](int rank) {
     Rank cpu(one, rank, job.size()), gpu(one, rank, job.size());
@@ -206,7 +206,7 @@ inline Case case_of(int64_t numel, cgx_verb_t verb, cgx_algorithm_t algorithm) {
   return one;
 }
 
-// What a wire has to carry: every verb and algorithm, of each length, and segments.
+// The cases for a wire: every verb and algorithm at each length, and segments.
 inline std::vector<Case> cases_of_lengths(const std::vector<int64_t>& numels) {
   std::vector<Case> all;
   for (const int64_t numel : numels) {
@@ -224,7 +224,7 @@ inline std::vector<Case> cases_of_lengths(const std::vector<int64_t>& numels) {
   return all;
 }
 
-// Many calls on two streams in turns, none of which is waited for, against the same on CPUs.
+// Queues many calls on two streams without waiting; results must equal those on CPUs.
 inline void compare_many_at_once(const Job& job, int calls) {
   job.run([&](int rank) {
     FakeQueue streams[2] = {FakeQueue(rank), FakeQueue(rank + 10)};

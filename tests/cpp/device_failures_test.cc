@@ -1,11 +1,11 @@
-// Failures of collectives on devices, with threads for devices (fake_device.h): late, lost and
-// disagreeing ranks; devices that cannot be connected; calls that devices refuse.
+// Failures of collectives on simulated devices (fake_device.h): late, lost and disagreeing ranks;
+// devices that cannot be connected; unsupported calls.
 #include "device_cases.h"
 
 namespace cgx {
 namespace {
 
-void addresses_of_no_values_are_not_looked_at() {
+void addresses_of_empty_segments_are_not_checked() {
   const Job job(1, "AUTO");
   FakeQueue stream(0);
   Rank call({.numels = {1000, 0}, .residuals = true}, 0, 1);
@@ -17,7 +17,7 @@ void addresses_of_no_values_are_not_looked_at() {
            CGX_INVALID_ARGUMENT);
 }
 
-void the_first_call_has_a_deadline_of_its_own() {
+void the_first_call_has_its_own_deadline() {
   const Job job(2, "SHM", 60);
   job.run([&](int rank) {
     if (rank == 1) return;
@@ -30,7 +30,7 @@ void the_first_call_has_a_deadline_of_its_own() {
   });
 }
 
-void a_rank_that_never_comes_is_a_timeout() {
+void a_missing_rank_is_a_timeout() {
   for (const std::string type : {"SHM", "MPI"}) {
     const Job job(3, type, 60);
     job.run([&](int rank) {
@@ -45,27 +45,27 @@ void a_rank_that_never_comes_is_a_timeout() {
       bad.enqueue(communicator, *job.devices[rank], stream);
       late.call.timeout_s = 0.3;
       late.enqueue(communicator, *job.devices[rank],
-                   stream);  // already on the stream when it fails
+                   stream);  // queued before the failure
       stream.synchronize();
-      CHECK(bad.all_nan() && late.all_nan(), "rank %d kept values", rank);
+      CHECK(bad.all_nan() && late.all_nan(), "rank %d has outputs that are not NaN", rank);
       try {
         communicator.check_devices(true);
-        CHECK(false, "rank %d saw no failure", rank);
+        CHECK(false, "rank %d reported no failure", rank);
       } catch (const Error& error) {
-        const bool told = error.status() == CGX_TIMEOUT || error.status() == CGX_PEER_FAILED;
-        CHECK(told && contains(error.what(), "closed for GPUs"), "%s", error.what());
+        const bool expected = error.status() == CGX_TIMEOUT || error.status() == CGX_PEER_FAILED;
+        CHECK(expected && contains(error.what(), "closed for GPUs"), "%s", error.what());
       }
       Rank next({}, rank, job.size());
       try {
         next.enqueue(communicator, *job.devices[rank], stream);
-        CHECK(false, "rank %d could go on", rank);
+        CHECK(false, "rank %d accepted another call", rank);
       } catch (const Error&) {
       }
     });
   }
 }
 
-// The engine closes the communicator for the late rank before any call can ask for the failure.
+// The engine closes the communicator because of the late rank before any call asks for the failure.
 void a_late_rank_is_named_after_the_communicator_is_closed() {
   const Job job(3, "MPI", 60);
   job.run([&](int rank) {
@@ -77,22 +77,22 @@ void a_late_rank_is_named_after_the_communicator_is_closed() {
     communicator.check_devices(true);
     if (rank == 1) return;
     Rank late({}, rank, job.size()), next({}, rank, job.size());
-    late.call.timeout_s = rank == 0 ? 0.3 : 60;  // rank 0 notices it, and tells rank 2
+    late.call.timeout_s = rank == 0 ? 0.3 : 60;  // rank 0 detects it and notifies rank 2
     late.enqueue(communicator, device, stream);
     stream.synchronize();
     CHECK(communicator.closed(), "rank %d", rank);
     const cgx_status_t status = rank == 0 ? CGX_TIMEOUT : CGX_PEER_FAILED;
-    const auto names_it = [](const std::string& text) {
+    const auto check_text = [](const std::string& text) {
       CHECK(contains(text, "'relay 0.0 of a device' (use 1) did not end"), "%s", text.c_str());
       CHECK(contains(text, "rank 1 has not started it"), "%s", text.c_str());
     };
-    names_it(error_of([&] { next.enqueue(communicator, device, stream); }, status));
-    names_it(error_of([&] { communicator.check_devices(true); }, status));
-    names_it(error_of([&] { next.run(communicator); }, CGX_CLOSED));
+    check_text(error_of([&] { next.enqueue(communicator, device, stream); }, status));
+    check_text(error_of([&] { communicator.check_devices(true); }, status));
+    check_text(error_of([&] { next.run(communicator); }, CGX_CLOSED));
   });
 }
 
-// Devices have had no part in the failure; or there are none yet.
+// The closed communicator's devices did not take part in the failure, or are not connected yet.
 void devices_of_a_closed_communicator_report_why() {
   for (const std::string type : {"SHM", "MPI"})
     for (const bool connected : {false, true}) {
@@ -113,7 +113,7 @@ void devices_of_a_closed_communicator_report_why() {
     }
 }
 
-void ranks_that_disagree_are_told_how() {
+void mismatches_are_described() {
   for (const std::string type : {"SHM", "MPI"})
     for (const Disagreement& each : kDisagreements) {
       const Job job(2, type, 60);
@@ -131,12 +131,12 @@ void ranks_that_disagree_are_told_how() {
     }
 }
 
-void more_rounds_than_a_peer_is_a_mismatch_at_once() {
+void more_rounds_than_a_peer_is_an_immediate_mismatch() {
   const Job job(2, "MPI", 60);
   job.run([&](int rank) {
     FakeQueue stream(rank);
     Case one;
-    one.numels = {rank == 0 ? 1000 : 20'000'000};  // one round, and ten
+    one.numels = {rank == 0 ? 1000 : 20'000'000};  // one round on rank 0, ten on rank 1
     Rank call(one, rank, job.size());
     call.enqueue(*job.communicators[rank], *job.devices[rank], stream);
     stream.synchronize();
@@ -144,11 +144,11 @@ void more_rounds_than_a_peer_is_a_mismatch_at_once() {
         error_of([&] { job.communicators[rank]->check_devices(true); }, CGX_MISMATCH);
     CHECK(contains(text, "numel"), "%s", text.c_str());
     Rank cpu({}, rank, job.size());
-    cpu.run(*job.communicators[rank]);  // the CPUs' communicator is whole
+    cpu.run(*job.communicators[rank]);  // the communicator still works on CPUs
   });
 }
 
-void devices_that_do_not_reach_each_other_are_staged() {
+void devices_without_peer_access_are_staged() {
   const Job job(3, "AUTO");
   job.devices[1]->reaches_peers = false;
   int64_t compared = 0;
@@ -168,7 +168,7 @@ void devices_that_do_not_reach_each_other_are_staged() {
   });
 }
 
-void a_device_without_memory_is_everybodys_error() {
+void lack_of_device_memory_is_an_error_on_all_ranks() {
   const Job job(2, "AUTO");
   job.devices[0]->memory_left = 1000;
   job.run([&](int rank) {
@@ -180,7 +180,7 @@ void a_device_without_memory_is_everybodys_error() {
   });
 }
 
-void what_devices_refuse() {
+void unsupported_calls() {
   const Job job(2, "MPI");
   job.run([&](int rank) {
     FakeQueue stream(rank);
@@ -236,15 +236,15 @@ void what_devices_refuse() {
 
 int main() {
   using namespace cgx;
-  addresses_of_no_values_are_not_looked_at();
-  the_first_call_has_a_deadline_of_its_own();
-  a_rank_that_never_comes_is_a_timeout();
+  addresses_of_empty_segments_are_not_checked();
+  the_first_call_has_its_own_deadline();
+  a_missing_rank_is_a_timeout();
   a_late_rank_is_named_after_the_communicator_is_closed();
   devices_of_a_closed_communicator_report_why();
-  ranks_that_disagree_are_told_how();
-  more_rounds_than_a_peer_is_a_mismatch_at_once();
-  devices_that_do_not_reach_each_other_are_staged();
-  a_device_without_memory_is_everybodys_error();
-  what_devices_refuse();
-  std::puts("device_failures_test: all well");
+  mismatches_are_described();
+  more_rounds_than_a_peer_is_an_immediate_mismatch();
+  devices_without_peer_access_are_staged();
+  lack_of_device_memory_is_an_error_on_all_ranks();
+  unsupported_calls();
+  std::puts("device_failures_test: passed");
 }

@@ -1,9 +1,9 @@
-// Collectives on devices, with threads for devices and ranks (fake_device.h), against the same on
-// CPUs to the bit.
+// Collectives on simulated devices (fake_device.h) with threads as ranks. Results must be bitwise
+// equal to those on CPUs.
 //
-//   1. cases: every verb, dtype, width, rounding, algorithm, list of segments; both wires
-//   2. order: many at once, on several streams, without waiting
-//   3. the codec alone, a rank alone
+//   1. cases: every verb, dtype, bit width, rounding, algorithm and segment list, over both wires
+//   2. order: many calls in flight, on several streams, without waiting
+//   3. the codec operations, and a group of one rank
 //
 // Failures are in device_failures_test.cc.
 #include "algorithm/chunks.h"
@@ -16,7 +16,7 @@ namespace {
 
 // ---- 1. cases ------------------------------------------------------------------------------
 
-// Every compressor that devices have, by every verb and algorithm.
+// Every compressor that devices support, with every verb and algorithm.
 std::vector<Case> cases_of_compressors() {
   struct Row {
     cgx_compressor_t compressor;
@@ -125,7 +125,7 @@ std::vector<Case> cases() {
           c->numels = {700, 0, 3, 20'000};
         });
   add([](Case* c) {
-    c->numels.assign(100, 300);  // more pieces than a launch holds
+    c->numels.assign(100, 300);  // more than one launch holds
     c->numels[7] = 0;
     c->algorithm = CGX_SRA;
     c->in_place = true;
@@ -134,7 +134,7 @@ std::vector<Case> cases() {
   });
   for (const auto verb : {CGX_ALLREDUCE, CGX_REDUCE_SCATTER, CGX_ALL_GATHER})
     for (const bool on_device : {false, true})
-      add([&](Case* c) {  // noise of each segment and block follows from one seed
+      add([&](Case* c) {  // all noise derives from one seed
         c->verb = verb;
         c->numels.assign(40, 100);
         c->one_seed = true;
@@ -158,7 +158,7 @@ void cases_equal_the_cpus() {
     for (const int size : {1, 2, 3, 4, 8}) {
       const Job job(size, type);
       int number = 0;
-      for (const Case& one : cases())  // on many ranks a third, of the smaller
+      for (const Case& one : cases())  // many ranks: a third of the cases, and only small ones
         if (size <= 3 || (++number % 3 == 0 && one.numels[0] < 100'000))
           compare(job, one, &compared);
       if (size > 1)
@@ -166,7 +166,7 @@ void cases_equal_the_cpus() {
             std::string(job.communicators[0]->wire_name()) == (type == "SHM" ? "direct" : "staged"),
             "%s", job.communicators[0]->wire_name());
     }
-  std::printf("%lld cases equal the CPU's\n", static_cast<long long>(compared));
+  std::printf("%lld cases equal CPU results\n", static_cast<long long>(compared));
 }
 
 // ---- 2. order ------------------------------------------------------------------------------
@@ -175,9 +175,9 @@ void many_in_flight_on_several_streams() {
   for (const std::string type : {"SHM", "MPI"}) compare_many_at_once(Job(3, type), 24);
 }
 
-// ---- 3. the codec alone, a rank alone ------------------------------------------------------
+// ---- 3. the codec, and a group of one rank -------------------------------------------------
 
-void the_codec_alone() {
+void codec_operations() {
   for (const int bits : {3, 4, 8, 32})
     for (const bool skip : {false, true}) {
       constexpr int64_t kNumel = 5000, kFirst = 1024, kMessages = 3;
@@ -217,8 +217,8 @@ void the_codec_alone() {
     }
 }
 
-// What it gives, it gets; but an average has its divisor, and a residual is added and gone.
-void a_rank_alone() {
+// A single rank gets its input back, except that averages are divided and residuals are added.
+void single_rank() {
   constexpr int64_t kNumel = 100'003;
   using Buffer = std::vector<std::byte>;
   struct Buffers {
@@ -282,7 +282,7 @@ int main() {
   using namespace cgx;
   cases_equal_the_cpus();
   many_in_flight_on_several_streams();
-  the_codec_alone();
-  a_rank_alone();
-  std::puts("device_test: all well");
+  codec_operations();
+  single_rank();
+  std::puts("device_test: passed");
 }

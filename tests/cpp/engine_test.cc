@@ -1,6 +1,5 @@
-// The engine with threads as ranks: results, any order of named collectives, mismatch, a rank that
-// never calls, a rank that leaves. Run under ThreadSanitizer and AddressSanitizer by `make
-// sanitize`.
+// The engine with threads as ranks: results, named collectives in any order, mismatches, missing
+// and leaving ranks. `make sanitize` runs it under ThreadSanitizer and AddressSanitizer.
 #include <algorithm>
 #include <chrono>
 #include <numeric>
@@ -19,7 +18,7 @@ std::vector<float> values_of(int rank, int64_t numel, int salt) {
   return values;
 }
 
-// Exact sums of small integers, whatever the algorithm; the same bits everywhere at 4 bits.
+// Sums of small integers are exact with every algorithm. At 4 bits, all ranks have the same bits.
 void test_results(const char* transport, int size) {
   const Ranks ranks(size, transport, 60, "results");
   for (const int algorithm : {CGX_AUTO, CGX_ONE_SHOT, CGX_SRA, CGX_RING}) {
@@ -49,10 +48,11 @@ void test_results(const char* transport, int size) {
   }
 }
 
-// `count` named collectives, started from `starters` threads in an order of each rank's own, all in
-// flight together.
+// Starts `count` named collectives from `starters` threads. Each rank starts them in a different
+// order, and all are in flight together.
 void test_any_order(const char* transport, int size, int count, int starters) {
-  const Ranks ranks(size, transport, 600, "any_order");  // minutes under TSan on a busy machine
+  const Ranks ranks(size, transport, 600,
+                    "any_order");  // takes minutes under TSan on a busy machine
   const auto numel_of = [](int call) { return (call * 2654435761u >> 7) % 3000; };
   ranks.run([&](int rank, int32_t comm) {
     std::vector<int> order(count);
@@ -74,7 +74,7 @@ void test_any_order(const char* transport, int size, int count, int starters) {
       });
     for (auto& thread : threads) thread.join();
     for (int call = 0; call < count; ++call) {
-      // All values of a bucket are equal, so 8 bits are exact too.
+      // All values in a bucket are equal, so 8 bits are exact.
       const float expected = static_cast<float>(size * (call % 1000) + size * (size - 1) / 2);
       for (const float value : values[call])
         CHECK(value == expected, "call %d on rank %d: %g, not %g", call, rank, value, expected);
@@ -89,7 +89,7 @@ void test_mismatch(const char* transport) {
     std::vector<float> values(rank == 2 ? 1001 : 1000, 1.0f);
     CHECK(Allreduce(comm, &values, 4).run() == CGX_MISMATCH, "rank %d", rank);
     errors[rank] = cgx_last_error();
-    values.assign(1000, 1.0f);  // the communicator goes on
+    values.assign(1000, 1.0f);  // the communicator remains usable
     ok(Allreduce(comm, &values, 4).run());
     CHECK(values[999] == 3.0f, "%g", values[999]);
   });
@@ -97,9 +97,9 @@ void test_mismatch(const char* transport) {
   CHECK(errors[0].find("numel 1000 against 1001") != std::string::npos, "%s", errors[0].c_str());
 }
 
-// Rank 2 has announced a ring and then stands still: a callback holds its engine. Whoever comes to
-// the deadline first waits for its neighbour only, and has to ask who it is.
-void test_rank_that_stands_still(const char* transport) {
+// Rank 2 announces a ring allreduce, then a callback blocks its engine. The first rank to reach the
+// deadline waits only for its neighbour, so it must find out which rank is blocked.
+void test_blocked_rank(const char* transport) {
   const Ranks ranks(4, transport, 60, "still");
   std::vector<std::string> errors(4);
   ranks.run([&](int rank, int32_t comm) {
@@ -108,7 +108,9 @@ void test_rank_that_stands_still(const char* transport) {
     ring.call.config.algorithm = CGX_RING;
     if (rank != 2) ring.call.timeout_s = 1;
     cgx_request_t* around = rank == 2 ? ring.start() : nullptr;
-    if (rank != 2) std::this_thread::sleep_for(std::chrono::milliseconds(200));  // it is notified
+    if (rank != 2)
+      std::this_thread::sleep_for(
+          std::chrono::milliseconds(200));  // until rank 2 has announced the ring
     cgx_request_t* held = holds.start();
     if (rank == 2) {
       const auto sleep = [](void*, cgx_status_t, const char*) {
@@ -144,9 +146,9 @@ void test_absent_rank(const char* transport) {
   });
 }
 
-// Values ride in the headers: what rank 2 needs is here when it comes, and what rank 1 has needs
-// rank 2 only. But rank 0 has given up. `count`: of calls in flight; headers of many fill the ring
-// in shared memory, where rank 0's last word then finds no room.
+// Headers carry the values. So rank 2 has all it needs when it arrives, and rank 1 needs only
+// rank 2. But rank 0 has given up. `count` calls are in flight. The headers of many calls fill the
+// ring in shared memory, so that rank 0's final message does not fit.
 void test_late_rank(const char* transport, int count) {
   const Ranks ranks(3, transport, 60, "late");
   const cgx_status_t ends[] = {CGX_TIMEOUT, CGX_PEER_FAILED, CGX_PEER_FAILED};
@@ -181,7 +183,7 @@ void test_leaving_rank(const char* transport) {
     std::vector<float> values(50000, 1.0f);
     ok(Allreduce(comm, &values, 4).run());
     CHECK(values[49999] == 3.0f, "%g", values[49999]);
-    // What all ranks started ends well everywhere, however soon others fail in the next.
+    // A collective that all ranks started completes on all ranks, even if the next one fails early.
     if (rank != 0)
       CHECK(Allreduce(comm, &values, 4).run() == CGX_PEER_FAILED, "%s", cgx_last_error());
     ok(cgx_comm_close(comm));
@@ -189,7 +191,7 @@ void test_leaving_rank(const char* transport) {
   ranks.comms.clear();
 }
 
-// With nothing in flight, and while another collective waits for a rank that is here.
+// First with no call in flight, then while a collective waits for a present rank.
 void test_finding_a_lost_rank(const char* transport) {
   Ranks ranks(3, transport, 60, "find");
   ok(cgx_comm_find_lost(ranks.comms[0], 0.05));
@@ -204,15 +206,14 @@ void test_finding_a_lost_rank(const char* transport) {
             error.c_str());
     }
   });
-  std::this_thread::sleep_for(std::chrono::milliseconds(20));  // it looks by now
+  std::this_thread::sleep_for(std::chrono::milliseconds(20));  // the search has begun
   ok(cgx_comm_close(ranks.comms[1]));
   finder.join();
   CHECK(cgx_wait(request) == CGX_PEER_FAILED, "%s", cgx_last_error());
   ranks.comms.erase(ranks.comms.begin() + 1);
 }
 
-// Shards of hundreds of chunks, in both directions of a ring; more ranks than sra keeps messages in
-// flight; one bucket for everything, however large the segment.
+// Shards of hundreds of chunks, in both directions of a ring.
 void test_many_messages(const char* transport) {
   for (const int algorithm : {CGX_RING, CGX_SRA, CGX_ONE_SHOT}) {
     const Ranks ranks(3, transport, 60, "many_messages");
@@ -238,25 +239,25 @@ void test_many_ranks() {
   });
 }
 
-void test_one_huge_bucket() {
-  const Ranks ranks(2, "AUTO", 60, "huge_bucket");
-  ranks.run([&](int, int32_t comm) {
-    std::vector<float> values(5000, 2.0f);
-    cgx_segment_t segment{0, 5000, INT64_MAX, 4, 0, nullptr};
-    Allreduce allreduce(comm, &values, 4);
-    allreduce.call.segments = &segment;
-    allreduce.call.num_segments = 1;
-    for (const int skip : {0, 1}) {
-      values.assign(5000, 2.0f);
-      allreduce.call.config.skip_incomplete_buckets = skip;
-      ok(cgx_run(&allreduce.call));
-      CHECK(values[0] == 4.0f && values[4999] == 4.0f, "%g", values[0]);
-    }
-  });
+// One bucket for all values.
+const Ranks ranks(2, "AUTO", 60, "huge_bucket");
+ranks.run([&](int, int32_t comm) {
+  std::vector<float> values(5000, 2.0f);
+  cgx_segment_t segment{0, 5000, INT64_MAX, 4, 0, nullptr};
+  Allreduce allreduce(comm, &values, 4);
+  allreduce.call.segments = &segment;
+  allreduce.call.num_segments = 1;
+  for (const int skip : {0, 1}) {
+    values.assign(5000, 2.0f);
+    allreduce.call.config.skip_incomplete_buckets = skip;
+    ok(cgx_run(&allreduce.call));
+    CHECK(values[0] == 4.0f && values[4999] == 4.0f, "%g", values[0]);
+  }
+});
 }
 
-// Rank 0 has all it needs, and makes no further call until rank 1 has too: what rank 0 could not
-// yet hand over must not wait for it.
+// Rank 0 completes and makes no further call until rank 1 completes. Messages that rank 0 could not
+// hand over yet must still be sent.
 void test_idle_rank_hands_over(const char* transport) {
   const Ranks ranks(2, transport, 20, "hands_over");
   for (int repeat = 0; repeat < 5; ++repeat) {
@@ -279,7 +280,7 @@ void test_endless_timeout() {
   });
 }
 
-// A thread that closes ends what other threads of the rank wait for.
+// Closing a communicator ends the waits of other threads on the same rank.
 void test_close_while_waiting(const char* transport) {
   Ranks ranks(2, transport, 100, "close_while_waiting");
   std::vector<float> values(1000, 1.0f);
@@ -298,7 +299,7 @@ void test_names() {
   ok(cgx_comm_close(taken[0]));
   CHECK(cgx_comm_create_local(2, "names", 10, other) == CGX_INVALID_ARGUMENT, "names/1 exists");
   int32_t found;
-  CHECK(cgx_comm_find("names/0", &found) == CGX_NOT_FOUND, "nothing is left of the failed call");
+  CHECK(cgx_comm_find("names/0", &found) == CGX_NOT_FOUND, "the failed call left a name behind");
   ok(cgx_comm_close(taken[1]));
   ok(cgx_comm_close(taken[2]));
 }
@@ -311,7 +312,7 @@ int main() {
     test_any_order(transport, 4, 10000, 4);
     test_mismatch(transport);
     test_absent_rank(transport);
-    test_rank_that_stands_still(transport);
+    test_blocked_rank(transport);
     for (int repeat = 0; repeat < 20; ++repeat) test_leaving_rank(transport);
     test_finding_a_lost_rank(transport);
     test_many_messages(transport);

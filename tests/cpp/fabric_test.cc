@@ -1,10 +1,9 @@
-// The wire `nccl` on devices that are threads, with a library that is threads and memory
-// (FakeFabric in fake_device.h) for NCCL.
+// The wire `nccl` on simulated devices. FakeFabric (fake_device.h) replaces NCCL.
 //
-//   1. cases: as on CPUs, to the bit
-//   2. agreement: late and disagreeing ranks are the call's error, before anything is exchanged
-//   3. watch: what hangs on the device ends there, as NaN
-//   4. no library
+//   1. cases: results are bitwise equal to those on CPUs
+//   2. agreement: late and disagreeing ranks raise an error before data is exchanged
+//   3. watch: a hang on the device ends, and outputs are NaN
+//   4. connection failures
 #include <barrier>
 
 #include "device_cases.h"
@@ -13,18 +12,18 @@ namespace cgx {
 namespace {
 
 const char* const kType = "NCCL";
-constexpr double kSoon = 2;  // seconds: a deadline that is to pass, late enough for busy machines
+constexpr double kSoon = 2;  // seconds: short deadline, but long enough for busy machines
 
 int exchanges(const Job& job, int rank) { return job.devices[rank]->fabric.exchanges; }
 
-void refuses_more(const Job& job, int rank, FakeQueue& stream, cgx_status_t status) {
+void expect_closed(const Job& job, int rank, FakeQueue& stream, cgx_status_t status) {
   Rank next({}, rank, job.size());
   const std::string text =
       error_of([&] { next.enqueue(*job.communicators[rank], *job.devices[rank], stream); }, status);
   CHECK(contains(text, "closed for GPUs"), "%s", text.c_str());
 }
 
-// What is put on the stream waits until it opens.
+// Blocks later work on a stream until open() is called.
 class Gate {
  public:
   explicit Gate(FakeQueue& stream) {
@@ -58,16 +57,16 @@ void cases_equal_the_cpus() {
       if (size == 2 || one.numels[0] < 100'000) compare(job, one, &compared);
     CHECK(std::string(job.communicators[0]->wire_name()) == "nccl", "%s",
           job.communicators[0]->wire_name());
-    CHECK(exchanges(job, 0) > 0, "nothing went through the library");
+    CHECK(exchanges(job, 0) > 0, "the library was not used");
   }
-  std::printf("%lld cases equal the CPU's\n", static_cast<long long>(compared));
+  std::printf("%lld cases equal CPU results\n", static_cast<long long>(compared));
 }
 
 void many_in_flight_on_several_streams() { compare_many_at_once(Job(3, kType), 12); }
 
 // ---- 2. agreement --------------------------------------------------------------------------
 
-void ranks_that_disagree_are_told_before_anything_is_exchanged() {
+void mismatches_are_reported_before_the_exchange() {
   for (const Disagreement& each : kDisagreements) {
     const Job job(2, kType);
     job.run([&](int rank) {
@@ -80,13 +79,13 @@ void ranks_that_disagree_are_told_before_anything_is_exchanged() {
           error_of([&] { call.enqueue(communicator, *job.devices[rank], stream); }, CGX_MISMATCH);
       CHECK(contains(text, each.library), "%s", text.c_str());
       stream.synchronize();
-      CHECK(exchanges(job, rank) == 0 && call.result() == before, "rank %d went on", rank);
-      refuses_more(job, rank, stream, CGX_MISMATCH);
+      CHECK(exchanges(job, rank) == 0 && call.result() == before, "rank %d exchanged data", rank);
+      expect_closed(job, rank, stream, CGX_MISMATCH);
     });
   }
 }
 
-void a_rank_that_never_comes_is_the_calls_timeout() {
+void a_missing_rank_is_a_timeout_of_the_call() {
   const Job job(3, kType);
   std::barrier<> all(job.size());
   job.run([&](int rank) {
@@ -97,26 +96,26 @@ void a_rank_that_never_comes_is_the_calls_timeout() {
     communicator.check_devices(true);
     const int before = exchanges(job, rank);
     all.arrive_and_wait();
-    if (rank == 1) return all.arrive_and_wait();  // alive meanwhile
+    if (rank == 1) return all.arrive_and_wait();  // stays alive until the others have failed
     lonely.call.timeout_s = 0.3;
     try {
       lonely.enqueue(communicator, *job.devices[rank], stream);
-      CHECK(false, "rank %d went on alone", rank);
+      CHECK(false, "rank %d reported no failure", rank);
     } catch (const Error& error) {
-      // Who sees it second may find that the other has given up.
-      const bool told = error.status() == CGX_TIMEOUT || error.status() == CGX_PEER_FAILED;
-      CHECK(told && contains(error.what(), "'lonely' (number 1)"), "%s", error.what());
+      // The second rank may report that the first one gave up.
+      const bool expected = error.status() == CGX_TIMEOUT || error.status() == CGX_PEER_FAILED;
+      CHECK(expected && contains(error.what(), "'lonely' (number 1)"), "%s", error.what());
     }
-    CHECK(exchanges(job, rank) == before, "rank %d exchanged something", rank);
+    CHECK(exchanges(job, rank) == before, "rank %d exchanged data", rank);
     all.arrive_and_wait();
   });
 }
 
 // ---- 3. watch ------------------------------------------------------------------------------
 
-// Both calls are on the stream when the first hangs; the error is the first's.
-void what_hangs(double timeout_s, const std::function<void(FakeDevice&)>& fault,
-                cgx_status_t status, const char* part) {
+// Both calls are on the stream when the first hangs. The error names the first call.
+void test_hang(double timeout_s, const std::function<void(FakeDevice&)>& fault, cgx_status_t status,
+               const char* part) {
   const Job job(2, kType);
   std::barrier<> both(job.size());
   job.run([&](int rank) {
@@ -136,26 +135,26 @@ void what_hangs(double timeout_s, const std::function<void(FakeDevice&)>& fault,
     fault(device);
     gate.open();
     stream.synchronize();
-    CHECK(first.all_nan() && second.all_nan(), "rank %d kept values", rank);
+    CHECK(first.all_nan() && second.all_nan(), "rank %d has outputs that are not NaN", rank);
     const std::string text = error_of([&] { communicator.check_devices(true); }, status);
     CHECK(contains(text, "'first' (number 1)") && contains(text, part), "%s", text.c_str());
-    refuses_more(job, rank, stream, status);
+    expect_closed(job, rank, stream, status);
     CHECK(device.fabric.aborts > 0, "rank %d did not abort", rank);
   });
 }
 
-void what_hangs_on_the_device_ends_there() {
-  what_hangs(
+void hangs_on_the_device_end() {
+  test_hang(
       kSoon, [](FakeDevice& device) { device.fabric.delivers = false; }, CGX_TIMEOUT,
       "did not arrive within 2 s");
-  what_hangs(
+  test_hang(
       60,
       [](FakeDevice& device) { device.fabric.delivers = false, device.fabric.lost_peer = true; },
       CGX_PEER_FAILED, "lost a peer");
 }
 
-// Work that is on the stream before a collective may take longer than its timeout.
-void deadlines_begin_when_the_device_comes_to_it() {
+// Earlier work on the stream may take longer than the timeout of a collective.
+void deadlines_begin_when_the_collective_runs() {
   const Job job(2, kType);
   std::barrier<> both(job.size());
   job.run([&](int rank) {
@@ -173,7 +172,7 @@ void deadlines_begin_when_the_device_comes_to_it() {
   });
 }
 
-void what_the_library_does_not_take_is_the_calls_error() {
+void library_errors_are_errors_of_the_call() {
   const Job job(2, kType);
   job.run([&](int rank) {
     FakeQueue stream(rank);
@@ -186,15 +185,15 @@ void what_the_library_does_not_take_is_the_calls_error() {
     CHECK(contains(text, "takes no more"), "%s", text.c_str());
     CHECK(contains(text, "device collective number 0"), "%s", text.c_str());
     stream.synchronize();
-    CHECK(call.all_nan(), "rank %d kept values", rank);
-    refuses_more(job, rank, stream, CGX_SYSTEM);
+    CHECK(call.all_nan(), "rank %d has outputs that are not NaN", rank);
+    expect_closed(job, rank, stream, CGX_SYSTEM);
     CHECK(device.fabric.aborts > 0, "rank %d did not abort", rank);
   });
 }
 
-// ---- 4. no library -------------------------------------------------------------------------
+// ---- 4. connection failures ----------------------------------------------------------------
 
-void devices_that_cannot_be_connected_so_say_why() {
+void connection_failures_name_the_cause() {
   struct Row {
     std::function<void(FakeDevice&)> change;
     const char* text;
@@ -217,7 +216,7 @@ void devices_that_cannot_be_connected_so_say_why() {
   }
 }
 
-void streams_that_record_are_refused() {
+void capturing_streams_are_rejected() {
   const Job job(2, kType);
   job.run([&](int rank) {
     FakeQueue stream(rank);
@@ -237,12 +236,12 @@ int main() {
   using namespace cgx;
   cases_equal_the_cpus();
   many_in_flight_on_several_streams();
-  ranks_that_disagree_are_told_before_anything_is_exchanged();
-  a_rank_that_never_comes_is_the_calls_timeout();
-  what_hangs_on_the_device_ends_there();
-  deadlines_begin_when_the_device_comes_to_it();
-  what_the_library_does_not_take_is_the_calls_error();
-  devices_that_cannot_be_connected_so_say_why();
-  streams_that_record_are_refused();
-  std::puts("fabric_test: all well");
+  mismatches_are_reported_before_the_exchange();
+  a_missing_rank_is_a_timeout_of_the_call();
+  hangs_on_the_device_end();
+  deadlines_begin_when_the_collective_runs();
+  library_errors_are_errors_of_the_call();
+  connection_failures_name_the_cause();
+  capturing_streams_are_rejected();
+  std::puts("fabric_test: passed");
 }

@@ -1,10 +1,9 @@
-// A device made of threads: its memory is the host's, a queue is a thread that does one thing after
-// another, kernels are the CPU's compressors. With it all of device/ runs without a GPU, and under
-// ThreadSanitizer.
+// A simulated device: it uses host memory, each queue is a thread that runs its work in order, and
+// CPU codecs replace the kernels. So all of device/ runs without a GPU, and under ThreadSanitizer.
 //
-//   1. kernels, as launches.h tells them
+//   1. kernels, as declared in launches.h
 //   2. FakeQueue
-//   3. FakeFabric: a library that moves messages between them
+//   3. FakeFabric: a communication library between simulated devices
 //   4. FakeDevice
 #pragma once
 
@@ -55,7 +54,7 @@ inline void fill_nan(Dtype dtype, void* values, int64_t numel) {
   kernels().convert(Dtype::kFloat32, nans.data(), dtype, values, numel);
 }
 
-// A rank's own values with their residual, in fp32.
+// A rank's values plus their residual, in fp32.
 inline std::vector<float> own_values(Dtype dtype, const Piece& piece) {
   std::vector<float> values(piece.numel);
   kernels().convert(dtype, piece.values, Dtype::kFloat32, values.data(), piece.numel);
@@ -64,7 +63,7 @@ inline std::vector<float> own_values(Dtype dtype, const Piece& piece) {
   return values;
 }
 
-// What `bytes` lose of fp32 values, times scale.
+// Stores the quantization error of the fp32 values, times `residual_scale`.
 inline void keep_residual(const Piece& piece, Dtype dtype, const Codec& codec,
                           const std::byte* bytes, const std::vector<float>& values, float scale) {
   if (!piece.residual) return;
@@ -237,7 +236,7 @@ class FakeQueue final : public Queue {
     put([launch] { run(launch); });
   }
   void copy(void* to, const void* from, size_t bytes) override {
-    if (bytes == sizeof(uint32_t)) {  // as one, like a device's
+    if (bytes == sizeof(uint32_t)) {  // atomically, like a device
       put([=] {
         const std::atomic_ref word(*static_cast<uint32_t*>(const_cast<void*>(from)));
         *static_cast<uint32_t*>(to) = word.load(std::memory_order_acquire);
@@ -291,7 +290,7 @@ class FakeQueue final : public Queue {
       const auto work = std::move(work_.front());
       work_.pop_front();
       lock.unlock();
-      // Sometimes late: what must wait for it shows if it does not.
+      // Random delays reveal work that should wait for this queue but does not.
       if (random_() % 32 == 0) std::this_thread::sleep_for(std::chrono::microseconds(100));
       work();
       lock.lock();
@@ -309,7 +308,7 @@ class FakeQueue final : public Queue {
   std::thread thread_;
 };
 
-// A stream of the caller's, as the core gets it: wrap() gives a queue that passes everything on.
+// A stream of the caller, as passed to the core: wrap() returns a queue that forwards all calls.
 class FakeStream final : public Queue {
  public:
   explicit FakeStream(FakeQueue* to) : to_(*to) {}
@@ -336,9 +335,9 @@ inline FakeQueue& fake_queue(Queue& queue) {
   return stream ? stream->queue() : static_cast<FakeQueue&>(queue);
 }
 
-// ---- 3. a library ----------------------------------------------------------------------------
+// ---- 3. a communication library --------------------------------------------------------------
 
-// What lies between the ranks of one communicator of the library.
+// The state that the ranks of one library communicator share.
 struct FakeNetwork {
   std::mutex mutex;
   std::condition_variable changed;
@@ -346,12 +345,12 @@ struct FakeNetwork {
   std::map<std::pair<int, int>, std::deque<std::vector<std::byte>>> sent;  // from, to
 };
 
-// What tests do to it, and see of it.
+// Set by tests to inject faults; the counters are read by them.
 struct FakeFabricFaults {
-  std::atomic<bool> missing = false;    // there is no such library
-  std::atomic<bool> delivers = true;    // what is sent arrives
-  std::atomic<bool> accepts = true;     // what is to be sent is put on the queue
-  std::atomic<bool> lost_peer = false;  // check() says so
+  std::atomic<bool> missing = false;    // the library is not installed
+  std::atomic<bool> delivers = true;    // false: messages are lost
+  std::atomic<bool> accepts = true;     // false: exchange() fails
+  std::atomic<bool> lost_peer = false;  // check() reports a lost peer
   std::atomic<int> exchanges = 0, aborts = 0;
 };
 
@@ -364,7 +363,7 @@ class FakeFabric final : public Fabric {
     if (!closed_) abort();
   }
 
-  // An id is an address, kept alive by the memory it is in.
+  // The id is the address of the network, which `made_` keeps alive.
   Bytes make_id() override {
     auto* network = new std::shared_ptr<FakeNetwork>(std::make_shared<FakeNetwork>());
     made_.reset(network);
@@ -423,7 +422,7 @@ class FakeFabric final : public Fabric {
       std::memset(message.at.get(), 0x37, message.bytes);
       return;
     }
-    if (arrived.front().size() != message.bytes) std::abort();  // the library would hang, or worse
+    if (arrived.front().size() != message.bytes) std::abort();  // NCCL would hang or corrupt memory
     std::memcpy(message.at.get(), arrived.front().data(), message.bytes);
     arrived.pop_front();
   }
@@ -432,7 +431,7 @@ class FakeFabric final : public Fabric {
   std::unique_ptr<std::shared_ptr<FakeNetwork>> made_;
   std::shared_ptr<FakeNetwork> network_;
   int rank_ = 0;
-  bool aborted_ = false;  // under the network's mutex
+  bool aborted_ = false;  // guarded by network_->mutex
   bool closed_ = false;
 };
 
@@ -448,7 +447,7 @@ class FakeDevice final : public Device {
     return std::make_unique<FakeStream>(static_cast<FakeQueue*>(stream));
   }
   bool recording(void*) override { return is_recording; }
-  void synchronize() override {}  // it records nothing
+  void synchronize() override {}  // does nothing, so that no stream capture is disturbed
   Memory allocate(size_t bytes, Place) override {
     require(bytes <= memory_left, CGX_SYSTEM, bytes, " bytes wanted on ", name(), ", ", memory_left,
             " are left");
@@ -457,7 +456,7 @@ class FakeDevice final : public Device {
   }
   Bytes share(const Memory& memory) override {
     Bytes blob(sizeof(Memory*));
-    auto* kept = new Memory(memory);  // until the peers have opened it
+    auto* kept = new Memory(memory);  // alive until the peers have opened it
     shared_.emplace_back(kept);
     std::memcpy(blob.data(), &kept, sizeof(kept));
     return blob;

@@ -1,13 +1,14 @@
-// Every algorithm over a transport with one fault (faulty_transport.h), with threads as ranks.
-// Whatever the fault, every rank ends, with the right values or with an error:
+// Runs every algorithm over a transport with one fault (faulty_transport.h), with threads as ranks.
+// With every fault, each rank must end, with correct values or with an error:
 //
-//   none, delay              all values are right
+//   none, delay              all values are correct
 //   truncate, grow           the receiver's error names the sender
-//   duplicate, reorder       the same, unless nobody is harmed: then the values are right
-//   drop                     somebody waits in vain: an error, unless nobody is harmed
-//   foreign                  the same on the receiver. It may have passed on what it took for right
-//                            before it could tell, so other ranks' values are not looked at
-//   flip                     ends. Nothing tells a changed value from another: there is no checksum
+//   duplicate, reorder       as above, or all values are correct if the fault has no effect
+//   drop                     a rank times out, unless the fault has no effect
+//   foreign                  as above, on the receiver. Other ranks' values are not checked, since
+//   the
+//                            receiver may have forwarded the data before it detected the fault
+//   flip                     ends. Changed values are not detected, since there is no checksum
 //
 //   faults_test [first seed] [number of seeds]
 #include <atomic>
@@ -27,13 +28,13 @@ namespace {
 using namespace cgx;
 using Values = std::vector<float>;
 
-constexpr int kCalls = 3;          // one after another, on one communicator
-constexpr int64_t kMany = 40'000;  // several chunks a shard
-constexpr int64_t kFew = 1'000;    // values that ride in the headers
-constexpr int64_t kBucket = 512;   // all values of a bucket are equal, so 8 bits are exact too
-constexpr double kSoon = 0.4;      // seconds: where a deadline is what ends the wait
-constexpr double kLate = 60;       // where it is not
-constexpr int kWorkers = 8;        // cases at a time: they mostly wait
+constexpr int kCalls = 3;          // consecutive calls on one communicator
+constexpr int64_t kMany = 40'000;  // several chunks in each shard
+constexpr int64_t kFew = 1'000;    // small enough for headers to carry the values
+constexpr int64_t kBucket = 512;   // all values of a bucket are equal, so 8 bits are exact
+constexpr double kSoon = 0.4;      // seconds: for faults that end by the deadline
+constexpr double kLate = 60;       // for all other faults
+constexpr int kWorkers = 8;        // cases run in parallel, since they mostly wait
 
 float value(int rank, int64_t i, int call) {
   return static_cast<float>((i / kBucket * 31 + rank * 17 + call * 5) % 201 - 100);
@@ -44,12 +45,12 @@ float sum(int size, int64_t i, int call) {
   return total;
 }
 
-// A collective: makes call number `call` and returns whether its values are right. Throws Error.
+// A collective: makes call number `call` and returns whether its values are correct. Throws Error.
 using Body = std::function<bool(Communicator&, int call)>;
 
 struct Subject {
   std::string name;
-  std::vector<int> hosts;  // by rank
+  std::vector<int> hosts;  // the host of each rank
   Body body;
 };
 
@@ -78,7 +79,7 @@ Body allreduce(int algorithm, int64_t numel, int bits, const char* name = nullpt
   };
 }
 
-// Three by name, which every rank starts in an order of its own.
+// Starts three named calls, in a different order on each rank.
 bool several(Communicator& communicator, int number) {
   constexpr int kTogether = 3;
   const char* const names[kTogether] = {"a", "b", "c"};
@@ -95,7 +96,7 @@ bool several(Communicator& communicator, int number) {
     call.input = call.output = values[which].data();
     started.push_back(communicator.start(call, nullptr, nullptr));
   }
-  std::optional<Error> failure;  // told when nobody writes to the values any more
+  std::optional<Error> failure;  // thrown after all calls ended, since they write to `values`
   for (const auto& each : started) {
     try {
       communicator.wait(*each);
@@ -205,13 +206,13 @@ const std::vector<Subject>& subjects() {
   return all;
 }
 
-// How one rank ended: with all values right, with wrong ones, or with an error.
+// The outcome of a rank: correct values, wrong values, or an error.
 struct End {
   bool right = true;
   std::string error;
 };
 
-// The receiver alone has the fault.
+// Only the receiver has the fault.
 std::vector<CommunicatorRef> connect(const std::vector<int>& hosts, int receiver, double timeout_s,
                                      const std::shared_ptr<Fault>& fault) {
   const Communicator::Seconds timeout(timeout_s);
@@ -270,26 +271,27 @@ bool waits_for_deadline(FaultKind kind) {
   return kind == FaultKind::kDrop || kind == FaultKind::kFlip || kind == FaultKind::kForeign;
 }
 
-// "" if it kept the contract.
+// Returns how the case violates the rules above, "" if it does not.
 std::string violation(const Case& each) {
   const FaultKind kind = each.fault.kind;
-  const bool soon = waits_for_deadline(kind);  // a busy machine may be late too: no error of ours
+  const bool soon =
+      waits_for_deadline(kind);  // a busy machine may miss this deadline, too: not an error
   const auto fault = std::make_shared<Fault>(each.fault);
   const auto ends = run(*each.subject, each.receiver, soon ? kSoon : kLate, fault);
   const bool harmless = kind == FaultKind::kNone || kind == FaultKind::kDelay || fault->sender < 0;
   for (size_t rank = 0; rank < ends.size(); ++rank) {
     const auto& [right, error] = ends[rank];
-    const bool looked_at = kind != FaultKind::kFlip &&
-                           (kind != FaultKind::kForeign || static_cast<int>(rank) == each.receiver);
-    if (!right && looked_at) return join("wrong values on rank ", rank);
+    const bool is_checked = kind != FaultKind::kFlip && (kind != FaultKind::kForeign ||
+                                                         static_cast<int>(rank) == each.receiver);
+    if (!right && is_checked) return join("wrong values on rank ", rank);
     if (harmless && !soon && !error.empty()) return join("an error on rank ", rank, ": ", error);
   }
-  const std::string& told = ends[each.receiver].error;
-  const bool must_tell = kind == FaultKind::kTruncate || kind == FaultKind::kGrow;
-  if (harmless || (told.empty() && !must_tell)) return "";
-  if (told.empty()) return "the receiver takes it for right";
-  if (!soon && told.find(join("rank ", fault->sender)) == std::string::npos)
-    return join("sent by rank ", fault->sender, ", which the error does not name: ", told);
+  const std::string& error_text = ends[each.receiver].error;
+  const bool must_fail = kind == FaultKind::kTruncate || kind == FaultKind::kGrow;
+  if (harmless || (error_text.empty() && !must_fail)) return "";
+  if (error_text.empty()) return "the receiver accepts the message";
+  if (!soon && error_text.find(join("rank ", fault->sender)) == std::string::npos)
+    return join("the error does not name the sender, rank ", fault->sender, ": ", error_text);
   return "";
 }
 
@@ -331,6 +333,6 @@ int main(int argc, char** argv) {
       }
     });
   for (auto& worker : workers) worker.join();
-  std::printf("%zu cases, %zu against the contract\n", all.size(), bad.load());
+  std::printf("%zu cases, %zu failed\n", all.size(), bad.load());
   return bad == 0 ? 0 : 1;
 }

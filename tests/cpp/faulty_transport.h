@@ -1,8 +1,8 @@
-// A transport with faults: it hands on what another one brings, but for one message, which it
-// drops, cuts, lengthens, changes, doubles, displaces, holds up or takes for another rank's.
+// A transport that wraps another one and injects one fault: it drops, truncates, lengthens,
+// changes, duplicates, reorders or delays one message, or delivers it as a message of another rank.
 //
-// Faults happen where messages arrive. Every message is handed on in heap memory of exactly its
-// length, so that AddressSanitizer sees a read past its end.
+// Faults are injected on arrival. Every message is delivered in heap memory of exactly its length,
+// so that AddressSanitizer detects reads past its end.
 #pragma once
 
 #include <algorithm>
@@ -27,11 +27,11 @@ enum class FaultKind {
   kDrop,
   kTruncate,
   kGrow,
-  kFlip,  // of one bit
+  kFlip,  // one bit
   kDuplicate,
-  kReorder,  // behind the next one of the same rank
-  kDelay,    // with all that the same rank sent after it
-  kForeign,  // delivered as the next rank's
+  kReorder,  // after the next message of the same rank
+  kDelay,    // together with later messages of the same rank
+  kForeign,  // delivered as a message of the next rank
 };
 inline constexpr std::array kFaultNames{"none",      "drop",    "truncate", "grow",   "flip",
                                         "duplicate", "reorder", "delay",    "foreign"};
@@ -42,15 +42,15 @@ inline constexpr std::array kTrafficNames{"control", "bulk"};
 struct Fault {
   FaultKind kind = FaultKind::kNone;
   Traffic traffic = Traffic::kControl;
-  int nth = 0;  // of this traffic, whoever sent it, counted from 0
+  int nth = 0;  // index among all messages of this traffic, from all ranks
   unsigned seed = 0;
-  // Kept by the transport: who sent the message; -1 before it has come.
+  // Set by the transport: the sender of the message, -1 until it arrives.
   int sender = -1;
 };
 
 class FaultyTransport : public Transport, private Sink, private Arrival::Release {
  public:
-  // `fault` is read by others only after the communicator is closed.
+  // Read `fault` only after the communicator is closed.
   FaultyTransport(std::unique_ptr<Transport> inner, int rank, int size,
                   std::shared_ptr<Fault> fault)
       : inner_(std::move(inner)),
@@ -70,7 +70,7 @@ class FaultyTransport : public Transport, private Sink, private Arrival::Release
   }
   bool progress(Sink& sink) override {
     const bool worked = inner_->progress(*this);
-    return hand_on(sink) || worked;
+    return forward(sink) || worked;
   }
   void wait(std::chrono::microseconds at_most) override {
     inner_->wait(std::min<std::chrono::microseconds>(at_most, std::chrono::milliseconds(1)));
@@ -84,12 +84,13 @@ class FaultyTransport : public Transport, private Sink, private Arrival::Release
   using Clock = std::chrono::steady_clock;
   static constexpr auto kHoldUp = std::chrono::milliseconds(5);
 
-  // A control message, a bulk message or news that is handed on as it is.
+  // A control message, a bulk message or an event, which is passed on unchanged.
   struct Message {
     int source;
-    std::optional<Arrival> arrival;  // of a bulk message: it is the sender's memory until released
+    std::optional<Arrival>
+        arrival;  // set for bulk messages; holds the sender's memory until released
     Bytes bytes;
-    std::function<void(Sink&)> news;
+    std::function<void(Sink&)> event;
   };
   struct Link {
     std::deque<Message> queue;
@@ -98,7 +99,7 @@ class FaultyTransport : public Transport, private Sink, private Arrival::Release
     Clock::time_point displaced_until{};
   };
 
-  // What the inner transport brings.
+  // Callbacks of the inner transport.
   void on_control(int source, std::span<const std::byte> message) override {
     take(Traffic::kControl, {source, {}, exactly(message), {}});
   }
@@ -166,14 +167,14 @@ class FaultyTransport : public Transport, private Sink, private Arrival::Release
     link.queue.push_back(std::move(message));
   }
 
-  // A displaced message comes last of what is here.
+  // Delivers a displaced message after those that have arrived.
   static void put_back(Link& link) {
     if (!link.displaced) return;
     link.queue.push_back(std::move(*link.displaced));
     link.displaced.reset();
   }
 
-  bool hand_on(Sink& sink) {
+  bool forward(Sink& sink) {
     bool worked = false;
     for (Link& link : links_) {
       const auto now = Clock::now();
@@ -190,7 +191,7 @@ class FaultyTransport : public Transport, private Sink, private Arrival::Release
   }
 
   void deliver(Message message, Sink& sink) {
-    if (message.news) return message.news(sink);
+    if (message.event) return message.event(sink);
     if (!message.arrival) return sink.on_control(message.source, message.bytes);
     const uint64_t token = next_token_++;
     const Message& held = held_.emplace(token, std::move(message)).first->second;
@@ -199,18 +200,18 @@ class FaultyTransport : public Transport, private Sink, private Arrival::Release
 
   void release(int /*source*/, uint64_t token) override { held_.erase(token); }
 
-  // One that nobody waits to have back.
+  // The duplicate of a message, which is not released to the sender.
   static std::optional<Arrival> again(const std::optional<Arrival>& arrival) {
     if (!arrival) return {};
     return Arrival(arrival->source, arrival->slot, arrival->bytes, nullptr, 0);
   }
   static Bytes exactly(std::span<const std::byte> bytes) { return {bytes.begin(), bytes.end()}; }
 
-  const std::unique_ptr<Transport> inner_;  // outlives the arrivals below
+  const std::unique_ptr<Transport> inner_;  // destroyed after the arrivals below
   const int rank_;
   const std::shared_ptr<Fault> fault_;
   std::mt19937 random_;
-  int seen_ = 0;             // messages of the fault's traffic
+  int seen_ = 0;             // messages of the fault's traffic so far
   std::vector<Link> links_;  // by source
   std::unordered_map<uint64_t, Message> held_;
   uint64_t next_token_ = 0;

@@ -1,4 +1,4 @@
-// Values to test codecs with: ordinary ones, and what arithmetic treats differently.
+// Test values for codecs: normal ones, and special cases of floating-point arithmetic.
 #pragma once
 
 #include <bit>
@@ -9,7 +9,7 @@
 
 namespace cgx::test {
 
-// kLowest: of which a shifted grid may begin below the lowest number, and end above the highest.
+// kLowest: values near the limits, whose shifted grid may begin or end outside the finite range.
 enum class Data {
   kNormal,
   kHugeRange,
@@ -27,7 +27,7 @@ inline float value_of(Data kind, std::mt19937& random, std::normal_distribution<
     case Data::kNormal:
       return normal(random);
     case Data::kHugeRange: {
-      const float x = normal(random);  // drawn first, by all compilers
+      const float x = normal(random);  // drawn first, since the order of arguments is unspecified
       return std::ldexp(x, static_cast<int>(random() % 254) - 127);
     }
     case Data::kNonFinite: {

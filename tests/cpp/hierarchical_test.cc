@@ -1,7 +1,6 @@
-// The hierarchical allreduce with threads as ranks, of hosts that are made up: exact results, any
-// number in flight, more messages than may be unread, ranks that leave; and the topology's
-// arithmetic. Bits are tests/core/test_hierarchical.py's; this is for ThreadSanitizer and
-// AddressSanitizer too.
+// The hierarchical allreduce with threads as ranks on simulated hosts: exact results, many calls in
+// flight, flow control, leaving ranks, and the topology. `make sanitize` runs it under
+// ThreadSanitizer and AddressSanitizer. tests/core/test_hierarchical.py checks the bits.
 #include <numeric>
 
 #include "algorithm/algorithm.h"
@@ -14,7 +13,7 @@ namespace {
 
 using Hosts = std::vector<int>;
 
-// Threads that take each other to be on the hosts given by rank.
+// Threads connected as if each rank were on the given host.
 Ranks ranks_on(const Hosts& hosts, const std::string& name) {
   std::vector<int32_t> made;
   for (auto& communicator : cgx::connect_local(name, hosts, std::chrono::seconds(60)))
@@ -25,15 +24,16 @@ Ranks ranks_on(const Hosts& hosts, const std::string& name) {
 void test_topology() {
   const cgx::Topology topology({0, 1, 1, 0, 1, 2, 2});
   CHECK(topology.size() == 7 && topology.hosts() == 3 && topology.lanes() == 2, "counts");
-  CHECK(topology.nested(), "three hosts");
+  CHECK(topology.nested(), "nested with three hosts");
   CHECK(topology.ranks_of(0) == (Hosts{0, 3}) && topology.ranks_of(1) == (Hosts{1, 2, 4}), "ranks");
   CHECK(topology.local_rank(3) == 1 && topology.local_rank(4) == 2 && topology.host_of(5) == 2,
         "rank");
-  CHECK(!cgx::Topology({0, 0, 0}).nested() && !cgx::Topology({0, 1, 2}).nested(), "one level");
+  CHECK(!cgx::Topology({0, 0, 0}).nested() && !cgx::Topology({0, 1, 2}).nested(),
+        "nested with one level");
   CHECK(cgx::number_hosts<std::string>({"b", "a", "b", "c"}) == (Hosts{0, 1, 0, 2}), "numbers");
 }
 
-// Values no longer than the headers may ride in them, however many ranks share a host's link.
+// Headers may carry values that fit, even if many ranks share the link of a host.
 void test_auto() {
   Hosts hosts;
   for (int rank = 0; rank < 64; ++rank) hosts.push_back(rank / 16);
@@ -49,11 +49,11 @@ void test_auto() {
     cgx::resolve_algorithm(&plan);
     return plan.algorithm;
   };
-  CHECK(picked(cgx::kHeaderBytes) == CGX_ONE_SHOT, "as long as a header");
-  CHECK(picked(cgx::kHeaderBytes + 4) == CGX_HIERARCHICAL, "longer");
+  CHECK(picked(cgx::kHeaderBytes) == CGX_ONE_SHOT, "values of a header's length");
+  CHECK(picked(cgx::kHeaderBytes + 4) == CGX_HIERARCHICAL, "values longer than a header");
 }
 
-// Sums of small integers are exact in fp32, and every rank has them; at 4 bits all have the same.
+// Sums of small integers are exact in fp32. At 4 bits, all ranks have the same bits.
 void test_results(const Hosts& hosts) {
   const Ranks ranks = ranks_on(hosts, "results");
   const auto value = [](int rank, int64_t i) {
@@ -80,7 +80,7 @@ void test_results(const Hosts& hosts) {
   }
 }
 
-// Ranks start many collectives, each rank in an order of its own.
+// Each rank starts the collectives in a different order.
 void test_many_in_flight(const Hosts& hosts) {
   constexpr int kCalls = 300;
   const Ranks ranks = ranks_on(hosts, "many_in_flight");
@@ -98,15 +98,15 @@ void test_many_in_flight(const Hosts& hosts) {
     }
     for (auto* request : requests) ok(cgx_wait(request));
     for (int call = 0; call < kCalls; ++call) {
-      // All values of a bucket are equal, so 8 bits are exact too.
+      // All values in a bucket are equal, so 8 bits are exact.
       const auto sum = static_cast<float>(size * call + size * (size - 1) / 2);
       for (const float got : values[call]) CHECK(got == sum, "%g, not %g in %d", got, sum, call);
     }
   });
 }
 
-// Hundreds of chunks a shard, and ranks that begin late: those before them stop at
-// kMostUnreleased, and go on.
+// Shards have hundreds of chunks, and rank `late` starts late. Earlier ranks stop at
+// kMostUnreleased messages, and continue later.
 void test_flow_control(const Hosts& hosts, size_t late) {
   const Ranks ranks = ranks_on(hosts, "flow_control");
   ranks.run([&](int rank, int32_t comm) {
@@ -121,7 +121,7 @@ void test_flow_control(const Hosts& hosts, size_t late) {
   });
 }
 
-// What all ranks started ends well everywhere, however soon others fail in the next.
+// A collective that all ranks started completes on all ranks, even if the next one fails early.
 void test_leaving_rank(const Hosts& hosts, int leaver) {
   Ranks ranks = ranks_on(hosts, "leaving");
   ranks.run([&](int rank, int32_t comm) {
