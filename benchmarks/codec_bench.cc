@@ -1,13 +1,14 @@
-// What codec.py runs: every operation of the codec on one core, beside memcpy of the values.
+// Measures every codec operation on one core, and memcpy of the same values. codec.py runs it.
 //
-//   codec_bench time NUMEL ROUNDS   rounds over all operations in turn; prints for each its seconds
-//                                   a call, one number a round
-//   codec_bench count NUMEL         calls each once, inside run_case(): for callgrind, which counts
-//                                   there alone and dumps after each
+//   codec_bench time NUMEL ROUNDS   for each operation, prints its seconds per call in every round
+//   codec_bench count NUMEL         calls each operation once inside run_case(), for callgrind,
+//   which
+//                                   counts instructions there only and dumps after each
 //
-// quantize-residual is quantize with error feedback: adds the old residual, writes the new one.
+// quantize-residual is quantize with error feedback: it adds the old residual and writes the new
+// one.
 //
-// A line is: dtype, operation, compressor with its other options, bits, rounding ("-": none),
+// An output line has: dtype, operation, compressor and options, bits, rounding ("-": none),
 // numbers.
 #include <chrono>
 #include <cstdio>
@@ -55,7 +56,7 @@ struct Buffers {
   std::vector<float> sum;
 };
 
-// What one_shot encodes of a rank's own values, in one chunk, with their residual.
+// The encoding of one_shot: one chunk of a rank's values, with their residual.
 class Feedback {
  public:
   Feedback(Buffers& b, const cgx_config_t& config) : plan_(plan_of(b, config)) {
@@ -91,11 +92,11 @@ class Feedback {
   std::vector<std::byte> message_;
 };
 
-// A measured config as a text, and its name in the table.
+// A measured config as text, and its name in the output.
 struct Setting {
   std::string name;
   std::string config;
-  bool residual = true;  // whether feedback converges
+  bool residual = true;  // whether error feedback converges
 };
 
 std::vector<Setting> settings() {
@@ -149,14 +150,14 @@ void add_cases(Buffers& b, const std::string& dtype, std::vector<Case>& cases) {
     }
     cases.push_back({dtype + " dequantize " + setting.name,
                      [=, &b] { codec->decode(*bytes, b.numel, 0, b.dtype, b.result.data()); }});
-    if (b.dtype != cgx::Dtype::kFloat32) continue;  // sums are fp32, whatever travels
+    if (b.dtype != cgx::Dtype::kFloat32) continue;  // sums are always fp32
     cases.push_back({dtype + " dequantize-add " + setting.name, [=, &b] {
                        codec->decode_add(*bytes, b.numel, 0, b.sum.data(), b.sum.data());
                      }});
   }
 }
 
-// Small calls are timed together.
+// Returns the mean seconds of `calls` calls. Short operations are timed together.
 double seconds(const Case& each, int calls) {
   const auto begin = std::chrono::steady_clock::now();
   for (int i = 0; i < calls; ++i) each.call();
@@ -182,7 +183,8 @@ int main(int argc, char** argv) {
   add_cases(bf16, "bf16", cases);
 
   std::vector<std::vector<double>> samples(cases.size());
-  const int rounds = mode == "time" ? std::atoi(argv[3]) + 1 : 0;  // the first brings memory in
+  const int rounds =
+      mode == "time" ? std::atoi(argv[3]) + 1 : 0;  // the first round warms up memory
   const int calls = static_cast<int>(std::max<int64_t>(1, (1 << 20) / numel));
   for (int round = 0; round < rounds; ++round) {
     for (size_t i = 0; i < cases.size(); ++i) {

@@ -1,6 +1,6 @@
-// Groups of lanes on the host, for the code of the GPU's kernels (kernel/cuda/group.h): a loop for
-// the lanes, from the first or from the last. Results that depend on the order have a step that
-// reads what another lane writes in the same step.
+// Runs the code of GPU kernels (kernel/cuda/group.h) on the host: a loop over the lanes, forwards
+// or backwards. If a lane reads what another lane writes in the same step, the two orders give
+// different results.
 #pragma once
 
 #include <algorithm>

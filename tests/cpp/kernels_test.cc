@@ -1,9 +1,9 @@
-// The kernels. (The codecs: compressors_test.cc.)
+// The CPU kernels. (compressors_test.cc tests the codecs.)
 //
-//   1. words for what is tested
-//   2. which kernels are chosen
-//   3. min-max quantization by every target against slow_codec.h, to the bit
-//   4. exact kernels of every target against plain loops
+//   1. texts that describe a case
+//   2. selection of the kernels
+//   3. min-max quantization by every target, bitwise equal to slow_codec.h
+//   4. exact kernels of every target, bitwise equal to plain loops
 //
 // Exits with 1 if any check failed.
 #include "kernel/kernels.h"
@@ -33,7 +33,7 @@ namespace {
 
 using namespace test;
 
-// ---- 1. words ----
+// ---- 1. texts ----
 
 constexpr RoundingMode kModes[] = {RoundingMode::kNearest, RoundingMode::kStochastic,
                                    RoundingMode::kShift};
@@ -45,9 +45,9 @@ std::string describe(const Kernels& target, Dtype dtype, const BucketRun& run,
               static_cast<int>(rounding.mode), " data ", static_cast<int>(kind));
 }
 
-// ---- 2. the choice ----
+// ---- 2. selection ----
 
-// Runs before anything else has chosen kernels.
+// Runs before any other code selects kernels.
 void test_choice(const char* inherited) {
   setenv("CGX_CPU_TARGET", "abacus", 1);
   const std::string error = error_of([] { kernels(); }, CGX_INVALID_ARGUMENT);
@@ -59,14 +59,15 @@ void test_choice(const char* inherited) {
     unsetenv("CGX_CPU_TARGET");
     CHECK(&kernels() == available_kernels().front(), kernels().name);
   }
-  CHECK(std::string(available_kernels().back()->name) == "baseline", "the last resort");
+  CHECK(std::string(available_kernels().back()->name) == "baseline",
+        "the last kernels in the list");
 }
 
-// ---- 3. the codec ----
+// ---- 3. min-max quantization ----
 
 float finite_or_zero(float x) { return std::isfinite(x) ? x : 0.0f; }
 
-// As a residual keeps it.
+// Clamps to the finite range, as residuals do.
 float finite_in(Dtype type, float x) {
   const float largest = type == Dtype::kFloat16    ? 65504.0f
                         : type == Dtype::kBfloat16 ? 0x1.fep127f
@@ -91,7 +92,7 @@ void test_codec_case(Dtype dtype, const BucketRun& run, const Rounding& rounding
   for (int64_t i = 0; i < run.numel; ++i) {
     const float value = decoded[static_cast<size_t>(i)];
     CHECK(!std::isnan(value) || std::bit_cast<uint32_t>(value) == kFloat32Nan,
-          join("decoded to another NaN, data ", static_cast<int>(kind)));
+          join("decoded to a non-canonical NaN, data ", static_cast<int>(kind)));
     store(dtype, value, expected_values.data() + i * size_of(dtype));
     const float sum = before[static_cast<size_t>(i)] + value;
     store(Dtype::kFloat32, std::isnan(sum) ? std::bit_cast<float>(kFloat32Nan) : sum,
@@ -139,7 +140,7 @@ void test_codec() {
       for (const Dtype dtype : kDtypes) {
         for (const RoundingMode mode : kModes) {
           for (const int64_t bucket_size : kBuckets) {
-            // The largest size takes the kinds of data in turn, the others take all.
+            // The largest size rotates through the kinds of data; the other sizes use all of them.
             const bool large = numel > 1000;
             for (int k = 0; k < (large ? 1 : kKinds); ++k, ++turn) {
               const int kind = large ? turn % kKinds : k;
@@ -160,7 +161,7 @@ void test_codec() {
       }
     }
   }
-  // A bucket larger than the caches' share of it, and one larger than the run.
+  // A bucket larger than its share of the caches, and one larger than the run.
   for (const int64_t bucket_size : {300000, 10000000}) {
     const std::vector<float> values = make_data(Data::kNormal, 300001, 5);
     const BucketRun run{.numel = 300001, .bucket_size = bucket_size, .bits = 5};
@@ -170,7 +171,7 @@ void test_codec() {
 }
 
 #if defined(__x86_64__)
-// A caller that flushes denormals and rounds towards zero, as XLA's threads do the former.
+// The caller flushes denormals (as threads of XLA do) and rounds towards zero.
 void test_float_mode() {
   constexpr uint32_t kFlush = 0x8040;
   constexpr uint32_t kTowardsZero = 0x6000;
@@ -193,8 +194,8 @@ void test_float_mode() {
     const uint32_t after = _mm_getcsr();
     _mm_setcsr(before);
     CHECK(guarded == expected, target->name);
-    CHECK(!(unguarded == expected), "the test's mode should have changed the result");
-    CHECK(after == outside, "the caller's mode, its exception flags included");
+    CHECK(!(unguarded == expected), "the test's mode does not affect unguarded kernels");
+    CHECK(after == outside, "the caller's mode or exception flags changed");
   }
 }
 #endif
@@ -245,7 +246,7 @@ void test_exact() {
         Unaligned divided = stored(Dtype::kFloat32, a);
         target->divide(reinterpret_cast<float*>(divided.data()), 3.0f, numel);
         CHECK(divided == expect([](float x, float) { return one_nan(x / 3.0f); }), where);
-        Unaligned difference = stored(Dtype::kFloat32, b);  // in the place of what is subtracted
+        Unaligned difference = stored(Dtype::kFloat32, b);  // the result overwrites the subtrahend
         target->subtract(reinterpret_cast<const float*>(stored(Dtype::kFloat32, a).data()),
                          reinterpret_cast<const float*>(difference.data()),
                          reinterpret_cast<float*>(difference.data()), numel);
@@ -283,7 +284,7 @@ void test_exact() {
             for (int64_t i = 0; i < numel; ++i) {
               store(to_type, value_at(i), expected.data() + i * size_of(to_type));
             }
-            if (from_type == to_type) expected = source;  // a copy keeps every bit, NaNs' too
+            if (from_type == to_type) expected = source;  // copies preserve every bit, even of NaNs
             Unaligned out(numel * size_of(to_type));
             target->convert(from_type, source.data(), to_type, out.data(), numel);
             CHECK(out == expected, join(where, " to ", static_cast<int>(to_type)));
@@ -298,7 +299,7 @@ void test_exact() {
             target->convert_keeping(from, to_type, kept.data(),
                                     reinterpret_cast<float*>(lost.data()), numel);
             CHECK(kept == expected && lost == expected_lost,
-                  join(where, " keeping, to ", static_cast<int>(to_type)));
+                  join(where, " with residual, to ", static_cast<int>(to_type)));
           }
         }
       }

@@ -1,5 +1,5 @@
-// Index arithmetic: shards, chunks and pieces cover every element once, cut between buckets; a
-// ring's shards pass every rank once.
+// Index arithmetic: shards, chunks and pieces cover every element once, and are cut at buckets.
+// Each shard of a ring passes every rank once.
 #include "algorithm/layout.h"
 
 #include <random>
@@ -56,8 +56,8 @@ void check_layout(const Plan& plan, int shards) {
         const auto& [scattered, scatter_at] = piece.coded[Stage::kScatter];
         const auto& [gathered, gather_at] = piece.coded[Stage::kGather];
         const int64_t grain = std::max(scattered->sliced()->grain(), gathered->sliced()->grain());
-        CHECK(piece.first_index % grain == 0, "cut inside a bucket");
-        CHECK(scatter_at == scatter && gather_at == gather, "gap in the message");
+        CHECK(piece.first_index % grain == 0, "a cut inside a bucket");
+        CHECK(scatter_at == scatter && gather_at == gather, "a gap in the message");
         scatter += scattered->max_bytes(piece.numel);
         gather += gathered->max_bytes(piece.numel);
         grains += (piece.numel + grain - 1) / grain;
@@ -66,15 +66,15 @@ void check_layout(const Plan& plan, int shards) {
       for (const auto& [stage, bytes] :
            {std::pair(Stage::kScatter, scatter), std::pair(Stage::kGather, gather)})
         CHECK(chunk.length[stage].least == bytes && chunk.length[stage].most == bytes,
-              "wrong size");
-      CHECK(std::max(scatter, gather) <= kChunkBytes || grains == 1, "chunk too large");
+              "the chunk's size is wrong");
+      CHECK(std::max(scatter, gather) <= kChunkBytes || grains == 1, "the chunk is too large");
     }
-    CHECK(next_piece == shard.pieces.size(), "pieces outside all chunks");
+    CHECK(next_piece == shard.pieces.size(), "pieces outside of chunks");
   }
   std::vector<int> expected(plan.block_numel, 0);
   for (const auto& segment : plan.segments)
     for (int64_t k = 0; k < segment.numel; ++k) expected[segment.input_at / width + k] = 1;
-  CHECK(seen == expected, "an element is missing, or there twice");
+  CHECK(seen == expected, "an element is missing or duplicated");
 }
 
 void test_layouts() {
@@ -94,8 +94,8 @@ void test_ring() {
   for (const int size : {2, 3, 4, 8, 11}) {
     for (int rank = 0; rank < size; ++rank) {
       CHECK(ring_left(ring_right(rank, size), size) == rank, "rank %d of %d", rank, size);
-      // What a rank reduces at hop h, its right-hand neighbour reduces at hop h + 1; it comes to
-      // its owner last, and no shard comes twice.
+      // The right-hand neighbour reduces at hop h + 1 what this rank reduces at hop h. A shard
+      // reaches its owner last, and passes each rank once.
       std::set<int> passed{ring_left(rank, size)};
       for (int hop = 1; hop < size; ++hop) {
         const int shard = ring_shard(rank, hop + 1, size);

@@ -1,11 +1,12 @@
-// The wire `mpi` between processes, each with a device made of a thread, whose memory any MPI
-// reaches. Started under mpirun by tests/core/test_mpi_fabric.py; the argument is one of:
+// The wire `mpi` between processes, each with a simulated device whose memory any MPI can access.
+// tests/core/test_mpi_fabric.py starts this program under mpirun. Its argument is one of:
 //
-//   cases    as on CPUs, to the bit: all ranks, a few of them, several communicators at once; and
-//            where the wire is not for these ranks
-//   tiny     a few of them, for many ranks
-//   late     messages that are never taken; the last rank's device comes too late, and it stays
-//            when the others leave
+//   cases    results are bitwise equal to those on CPUs: all ranks, subsets, several communicators
+//   at
+//            the same time; and ranks for which the wire is not available
+//   tiny     a few cases, for many ranks
+//   late     messages that are never received. The last rank's device starts too late, and the rank
+//            stays when the others leave
 //   killed   the last rank dies while its peers wait for its messages
 #include <unistd.h>
 
@@ -20,7 +21,7 @@
 namespace cgx {
 namespace {
 
-// Seconds: a deadline that is to pass, late enough for busy machines.
+// Seconds: a short deadline, but long enough for busy machines.
 constexpr double kSoon = 1.5;
 
 CommunicatorRef world() { return Registry::instance().get(Registry::kWorld); }
@@ -29,37 +30,37 @@ CommunicatorRef group_of(const std::vector<int>& ranks, const std::string& name)
   return group(*world(), ranks, name);
 }
 
-std::vector<int> everyone() {
+std::vector<int> all_ranks() {
   std::vector<int> ranks;
   for (int rank = 0; rank < world()->size; ++rank) ranks.push_back(rank);
   return ranks;
 }
 
 std::vector<Bytes> exchange(const std::string& what, const Bytes& mine) {
-  return world()->exchange(everyone(), what, mine, world()->timeout);
+  return world()->exchange(all_ranks(), what, mine, world()->timeout);
 }
 
 bool is_last() { return world()->rank == world()->size - 1; }
 
-// Of all ranks, on CPUs.
-void meet() { Rank({}, world()->rank, world()->size).run(*world()); }
+// An allreduce of all ranks on CPUs.
+void barrier() { Rank({}, world()->rank, world()->size).run(*world()); }
 
 FakeDevice& device() {
   static FakeDevice& only = *[] {
     auto* made = new FakeDevice(world()->rank);
     made->is_reached_by_mpi = true;
-    made->reaches_peers = false;  // another process's memory is none of this one's
+    made->reaches_peers = false;  // the address space of another process is not accessible
     return made;
   }();
   return only;
 }
 
 void require_wire(const Communicator& communicator, const std::string& expected) {
-  CHECK(communicator.wire_name() == expected, "'%s' has the wire %s", communicator.name.c_str(),
+  CHECK(communicator.wire_name() == expected, "'%s' uses the wire %s", communicator.name.c_str(),
         communicator.wire_name());
 }
 
-// A call, in a thread since it waits for its peers. Its device comes to it when it is opened.
+// Makes a call in a thread, since it waits for its peers. Its stream is blocked until open().
 class Held {
  public:
   Held(Communicator& communicator, const Case& one, const std::string& name = "",
@@ -80,7 +81,7 @@ class Held {
     opened_ = true;
     opened_.notify_all();
   }
-  // What the call has thrown, once all has ended.
+  // Waits for the call, and returns the error that it threw.
   const std::optional<Error>& error() {
     if (thread_.joinable()) thread_.join();
     stream_.synchronize();
@@ -112,7 +113,7 @@ void compare(Communicator& communicator, const Case& one) {
 
 std::vector<Case> cases() { return cases_of_lengths({0, 1, 17, 511, 512, 513, 40'000}); }
 
-// A message to each peer is longer than a slot, 8 MiB between few ranks.
+// The message to each peer is longer than a slot, which is 8 MiB for few ranks.
 Case several_rounds() {
   Case one;
   one.numels = {world()->size * (int64_t{9} << 18), 17};
@@ -120,7 +121,7 @@ Case several_rounds() {
   return one;
 }
 
-// Calls on communicators in turns, none of which is waited for.
+// Queues calls on all communicators without waiting.
 void compare_at_once(const std::vector<CommunicatorRef>& communicators, int calls) {
   FakeQueue streams[2] = {FakeQueue(0), FakeQueue(1)};
   std::vector<std::unique_ptr<Rank>> cpu, gpu;
@@ -138,10 +139,10 @@ void compare_at_once(const std::vector<CommunicatorRef>& communicators, int call
     require_wire(*communicator, "mpi");
   }
   for (size_t i = 0; i < cpu.size(); ++i)
-    CHECK(cpu[i]->result() == gpu[i]->result(), "call %zu of many differs", i);
+    CHECK(cpu[i]->result() == gpu[i]->result(), "the result of call %zu differs", i);
 }
 
-// A rank comes to one communicator's exchange first, its neighbour to the other's.
+// Neighbouring ranks run the exchanges of two communicators in opposite order.
 void compare_crosswise(const std::vector<CommunicatorRef>& communicators) {
   const Case one = case_of(1000, CGX_ALLREDUCE, CGX_SRA);
   std::vector<std::unique_ptr<Rank>> cpu;
@@ -158,13 +159,13 @@ void compare_crosswise(const std::vector<CommunicatorRef>& communicators) {
   }
   for (int i = 0; i < 2; ++i) {
     CHECK(!gpu[i]->error(), "%s", gpu[i]->error()->what());
-    CHECK(cpu[i]->result() == gpu[i]->call.result(), "collective %d met another", i);
+    CHECK(cpu[i]->result() == gpu[i]->call.result(), "the result of collective %d differs", i);
   }
 }
 
-// All ranks, backwards, and all but the first: a rank's number is another one in each.
+// All ranks in reverse order, and all except the first. A process has a different rank in each.
 std::vector<CommunicatorRef> overlapping() {
-  const std::vector<int> all = everyone();
+  const std::vector<int> all = all_ranks();
   const std::vector<int> backwards(all.rbegin(), all.rend()), others(all.begin() + 1, all.end());
   std::vector<CommunicatorRef> made = {world(), group_of(backwards, "backwards")};
   if (world()->rank > 0 && others.size() > 1) made.push_back(group_of(others, "others"));
@@ -176,9 +177,9 @@ void close_all(const std::vector<CommunicatorRef>& communicators) {
     if (communicator != world()) communicator->close();
 }
 
-// One rank's MPI does not reach its device: all take another wire.
-void one_rank_is_not_reached() {
-  const auto communicator = group_of(everyone(), "not reached");
+// If MPI cannot access one rank's device, all ranks use another wire.
+void one_device_without_mpi_access() {
+  const auto communicator = group_of(all_ranks(), "not reached");
   device().is_reached_by_mpi = !is_last();
   compare(*communicator, case_of(1000, CGX_ALLREDUCE, CGX_SRA));
   require_wire(*communicator, "staged");
@@ -186,7 +187,7 @@ void one_rank_is_not_reached() {
   communicator->close();
 }
 
-// Ranks of one process have one rank of MPI's between them.
+// Threads of one process share a single MPI rank.
 void threads_are_not_connected_by_mpi() {
   const Job job(2, "MPI");
   for (const auto& each : job.devices) each->is_reached_by_mpi = true;
@@ -199,13 +200,13 @@ void run_cases() {
   for (const Case& one : cases()) compare(*world(), one);
   require_wire(*world(), "mpi");
   CHECK(device().flushes > 0 && device().flushes == device().times_current,
-        "what arrived is not made visible");
+        "received data is not flushed");
   if (world()->size == 2) compare(*world(), several_rounds());
   const auto communicators = overlapping();
   compare_at_once(communicators, 8);
   compare_crosswise(communicators);
   close_all(communicators);
-  one_rank_is_not_reached();
+  one_device_without_mpi_access();
   threads_are_not_connected_by_mpi();
 }
 
@@ -224,7 +225,7 @@ void run_tiny() {
 
 // ---- faults --------------------------------------------------------------------------------
 
-// All ranks have agreed on a collective, and all but the last wait for its messages.
+// All ranks agree on a collective, then all except the last wait for its messages.
 struct Stuck {
   explicit Stuck(double timeout_s) {
     compare(*world(), case_of(1000, CGX_ALLREDUCE, CGX_SRA));
@@ -239,15 +240,15 @@ struct Stuck {
         std::this_thread::yield();
       }
     }
-    meet();
+    barrier();
   }
-  // The call gives up, and so does every later one.
+  // Checks that the call failed, and that every later call fails.
   void require_given_up(const std::function<bool(const Error&)>& expected) {
     const auto& error = held->error();
-    CHECK(error, "rank %d is well", world()->rank);
+    CHECK(error, "rank %d reported no failure", world()->rank);
     CHECK(contains(error->what(), "'stuck' (number 1): ") && expected(*error), "status %d: %s",
           error->status(), error->what());
-    CHECK(held->call.all_nan(), "rank %d kept values", world()->rank);
+    CHECK(held->call.all_nan(), "rank %d has outputs that are not NaN", world()->rank);
     const std::string later = error_of([] { world()->check_devices(true); }, error->status());
     CHECK(contains(later, error->what()), "%s", later.c_str());
   }
@@ -255,13 +256,14 @@ struct Stuck {
   std::optional<Held> held;
 };
 
-// Rank 0 sends what rank 1 does not take; rank 1 waits for what the last does not send.
-void memory_that_mpi_may_still_use_is_kept() {
+// Rank 1 does not receive the message of rank 0, and waits for a message that is never sent.
+void memory_in_use_by_mpi_is_not_freed() {
   auto messages = open_mpi().make_messages();
-  CHECK(messages->connect(exchange("addresses", messages->address())), "one job");
+  CHECK(messages->connect(exchange("addresses", messages->address())),
+        "the ranks are not of one job");
   constexpr size_t kBytes = 1000;
   MpiMessages::Memory memory(new std::byte[kBytes](), [](std::byte* at) { delete[] at; });
-  const std::weak_ptr<std::byte> left = memory;
+  const std::weak_ptr<std::byte> watched = memory;
   const int rank = world()->rank;
   if (rank == 0) messages->send(1, std::move(memory), kBytes);
   if (rank == 1) messages->receive(world()->size - 1, std::move(memory), kBytes);
@@ -269,11 +271,11 @@ void memory_that_mpi_may_still_use_is_kept() {
   messages->abandon(Seconds(0.1));
   CHECK(!messages->pending(), "rank %d", rank);
   messages.reset();
-  if (rank == 0) CHECK(!left.expired(), "MPI may read freed memory");
-  if (rank == 1) CHECK(left.expired(), "a receive was not cancelled");
+  if (rank == 0) CHECK(!watched.expired(), "MPI may read freed memory");
+  if (rank == 1) CHECK(watched.expired(), "the receive was not cancelled");
 }
 
-// Does not leave before them: they wait for it no longer than a moment.
+// Exits after the peers, which wait only briefly for this rank.
 [[noreturn]] void outlive(const std::vector<Bytes>& processes) {
   for (int peer = 0; peer < world()->rank; ++peer) {
     pid_t process = 0;
@@ -286,7 +288,7 @@ void memory_that_mpi_may_still_use_is_kept() {
 }
 
 void run_late() {
-  memory_that_mpi_may_still_use_is_kept();
+  memory_in_use_by_mpi_is_not_freed();
   const pid_t self = getpid();
   Bytes mine(sizeof(self));
   std::memcpy(mine.data(), &self, sizeof(self));
@@ -297,9 +299,9 @@ void run_late() {
     stuck.require_given_up([&](const Error& error) {
       return error.status() == CGX_TIMEOUT && std::string(error.what()).ends_with(last);
     });
-  meet();
+  barrier();
   if (!is_last()) return;
-  // Its peers have tried to take back what they had sent: what is left of it may arrive, or never.
+  // The peers have cancelled their sends: these messages may arrive or not.
   stuck.held->open();
   stuck.require_given_up([](const Error& error) {
     return error.status() == CGX_TIMEOUT || error.status() == CGX_PEER_FAILED;

@@ -1,6 +1,6 @@
-// cgx_notify: a callback is called exactly once, with what the collective ended with, whenever it
-// is given: before the end, after it, or as it happens. Run under ThreadSanitizer and
-// AddressSanitizer by `make sanitize`.
+// cgx_notify calls the callback exactly once, with the result of the collective. It may be called
+// before, during or after completion. `make sanitize` runs this test under ThreadSanitizer and
+// AddressSanitizer.
 #include <atomic>
 #include <chrono>
 #include <semaphore>
@@ -12,8 +12,8 @@ namespace {
 const char* const kTransports[] = {"AUTO", "SHM"};
 constexpr auto kDeadline = std::chrono::seconds(20);
 
-// What a callback was told. It outlives the callback only because cgx_wait waits for that.
-struct Told {
+// Records a callback. It may be destroyed after cgx_wait, which waits for the callback.
+struct Recorder {
   std::atomic<int> calls{0};
   cgx_status_t status = CGX_INTERNAL;
   std::string message = "?";
@@ -21,16 +21,16 @@ struct Told {
   std::binary_semaphore called{0};
 
   static void call(void* context, cgx_status_t status, const char* message) {
-    auto* told = static_cast<Told*>(context);
-    told->status = status;
-    told->message = message;
-    told->thread = std::this_thread::get_id();
-    ++told->calls;
-    told->called.release();
+    auto* recorded = static_cast<Recorder*>(context);
+    recorded->status = status;
+    recorded->message = message;
+    recorded->thread = std::this_thread::get_id();
+    ++recorded->calls;
+    recorded->called.release();
   }
   void notify(cgx_request_t* request) { ok(cgx_notify(request, call, this)); }
   void expect(cgx_status_t wanted) {
-    CHECK(called.try_acquire_for(kDeadline), "never called");
+    CHECK(called.try_acquire_for(kDeadline), "the callback was not called");
     CHECK(calls == 1 && status == wanted, "%d calls, status %d: %s", calls.load(), status,
           message.c_str());
   }
@@ -42,33 +42,34 @@ int32_t is_done(cgx_request_t* request) {
   return done;
 }
 
-// Nobody waits: the progress thread brings the collective to its end, and calls.
+// No rank waits: the progress thread completes the collective and calls the callback.
 void test_before_the_end(const char* transport) {
   const Ranks ranks(2, transport, 60, "before");
   std::binary_semaphore asked(0);
   ranks.run([&](int rank, int32_t comm) {
     std::vector<float> values(100'000, 1.0f);
-    if (rank == 1) CHECK(asked.try_acquire_for(kDeadline), "rank 0 is stuck");
+    if (rank == 1) CHECK(asked.try_acquire_for(kDeadline), "rank 0 does not respond");
     cgx_request_t* request = Allreduce(comm, &values, 4).start();
-    Told told;
-    told.notify(request);
+    Recorder recorded;
+    recorded.notify(request);
     if (rank == 0) {
-      CHECK(told.calls == 0 && !is_done(request), "rank 1 has not started it");
+      CHECK(recorded.calls == 0 && !is_done(request), "rank 1 has not started it");
       asked.release();
     }
-    told.expect(CGX_OK);
-    CHECK(told.message.empty(), "%s", told.message.c_str());
+    recorded.expect(CGX_OK);
+    CHECK(recorded.message.empty(), "%s", recorded.message.c_str());
     CHECK(values[0] == 2.0f && values.back() == 2.0f, "%g", values[0]);
     ok(cgx_wait(request));
-    CHECK(told.calls == 1, "%d", told.calls.load());
+    CHECK(recorded.calls == 1, "%d", recorded.calls.load());
   });
 }
 
-void expect_call_at_once(cgx_request_t* request) {
-  Told told;
-  told.notify(request);
-  CHECK(told.calls == 1 && told.thread == std::this_thread::get_id(), "%d", told.calls.load());
-  told.expect(CGX_OK);
+void expect_immediate_call(cgx_request_t* request) {
+  Recorder recorded;
+  recorded.notify(request);
+  CHECK(recorded.calls == 1 && recorded.thread == std::this_thread::get_id(), "%d",
+        recorded.calls.load());
+  recorded.expect(CGX_OK);
   ok(cgx_wait(request));
 }
 
@@ -79,7 +80,7 @@ void test_after_the_end(const char* transport) {
       std::vector<float> values(1000, 1.0f);
       cgx_request_t* request = Allreduce(comm, &values, 4).start();
       while (!is_done(request)) std::this_thread::yield();
-      expect_call_at_once(request);
+      expect_immediate_call(request);
     });
   }
 }
@@ -90,17 +91,20 @@ void test_once_per_request(const char* transport) {
     std::vector<float> values(1000, 1.0f);
     cgx_request_t* request = Allreduce(comm, &values, 4).start();
     CHECK(cgx_notify(request, nullptr, nullptr) == CGX_INVALID_ARGUMENT, "%s", cgx_last_error());
-    Told first, second;
+    Recorder first, second;
     first.notify(request);
-    CHECK(cgx_notify(request, Told::call, &second) == CGX_INVALID_ARGUMENT, "%s", cgx_last_error());
+    CHECK(cgx_notify(request, Recorder::call, &second) == CGX_INVALID_ARGUMENT, "%s",
+          cgx_last_error());
     first.expect(CGX_OK);
-    CHECK(cgx_notify(request, Told::call, &second) == CGX_INVALID_ARGUMENT, "%s", cgx_last_error());
+    CHECK(cgx_notify(request, Recorder::call, &second) == CGX_INVALID_ARGUMENT, "%s",
+          cgx_last_error());
     ok(cgx_wait(request));
     CHECK(second.calls == 0, "%d", second.calls.load());
   });
 }
 
-// A deadline, a peer that leaves, and this rank's own close: the callback gets what cgx_wait tells.
+// A deadline, a peer that leaves, and a close on this rank: the callback gets the error of
+// cgx_wait.
 void test_failures(const char* transport) {
   struct Failure {
     cgx_status_t status;
@@ -121,29 +125,30 @@ void test_failures(const char* transport) {
       Allreduce allreduce(ranks.comms[0], &values, 4, "lonely");
       allreduce.call.timeout_s = failure.timeout_s;
       cgx_request_t* request = allreduce.start();
-      Told told;
-      if (before) told.notify(request);
+      Recorder recorded;
+      if (before) recorded.notify(request);
       failure.cause(ranks);
       const auto begin = std::chrono::steady_clock::now();
       while (!is_done(request))
         CHECK(std::chrono::steady_clock::now() - begin < kDeadline, "%s", failure.text);
-      if (!before) told.notify(request);
-      told.expect(failure.status);
-      CHECK(told.message.find(failure.text) != std::string::npos, "%s", told.message.c_str());
+      if (!before) recorded.notify(request);
+      recorded.expect(failure.status);
+      CHECK(recorded.message.find(failure.text) != std::string::npos, "%s",
+            recorded.message.c_str());
       CHECK(cgx_wait(request) == failure.status, "%s", cgx_last_error());
-      CHECK(told.message == cgx_last_error(), "%s", cgx_last_error());
-      for (const int32_t comm : ranks.comms) cgx_comm_close(comm);  // one of them is already
+      CHECK(recorded.message == cgx_last_error(), "%s", cgx_last_error());
+      for (const int32_t comm : ranks.comms) cgx_comm_close(comm);  // one of them is closed already
       ranks.comms.clear();
     }
   }
 }
 
-// Collectives that end at any moment between their start and what follows notify: another thread of
-// the rank, which waits for one that the peer starts last of all, brings them to their end.
+// Collectives that complete at any moment around the call of cgx_notify. Another thread of the rank
+// waits for a collective that the peer starts last, and completes the others meanwhile.
 void test_races(const char* transport) {
   constexpr int kRounds = 150, kTogether = 16;
   const Ranks ranks(2, transport, 60, "races");
-  std::atomic<int> at_once{0}, later{0};
+  std::atomic<int> immediate{0}, later{0};
   ranks.run([&](int rank, int32_t comm) {
     const auto last_of = [&](int waiting) {
       std::vector<float> values(2000, 1.0f);
@@ -153,33 +158,34 @@ void test_races(const char* transport) {
     std::vector<std::vector<float>> values(kTogether);
     std::vector<cgx_request_t*> requests(kTogether);
     for (int round = 0; round < kRounds; ++round) {
-      std::vector<Told> told(kTogether);
+      std::vector<Recorder> recorded(kTogether);
       for (int i = 0; i < kTogether; ++i) {
         values[i].assign(100, 1.0f);
         requests[i] = Allreduce(comm, &values[i], 32, "raced").start();
       }
-      while (!is_done(requests[round % kTogether])) {  // the others follow at any moment
+      while (!is_done(requests[round % kTogether])) {  // the others complete at any moment
       }
       for (int i = 0; i < kTogether; ++i) {
-        told[i].notify(requests[i]);
-        ++(told[i].calls == 1 && told[i].thread == std::this_thread::get_id() ? at_once : later);
+        recorded[i].notify(requests[i]);
+        ++(recorded[i].calls == 1 && recorded[i].thread == std::this_thread::get_id() ? immediate
+                                                                                      : later);
       }
       for (int i = 0; i < kTogether; ++i) {
-        told[i].expect(CGX_OK);
+        recorded[i].expect(CGX_OK);
         ok(cgx_wait(requests[i]));
-        CHECK(told[i].calls == 1, "round %d: %d calls", round, told[i].calls.load());
+        CHECK(recorded[i].calls == 1, "round %d: %d calls", round, recorded[i].calls.load());
         CHECK(values[i][99] == 2.0f, "%g", values[i][99]);
       }
     }
     last_of(1 - rank);
     driver.join();
   });
-  std::printf("%s: %d called at once, %d later\n", transport, at_once.load(), later.load());
+  std::printf("%s: %d immediate calls, %d later\n", transport, immediate.load(), later.load());
 }
 
-// Whoever the callback wakes may wait, and so free the request, before cgx_notify has returned; but
-// cgx_wait does not return before the callback has.
-void test_wait_set_off_by_the_callback(const char* transport) {
+// A thread that the callback wakes may call cgx_wait, and so free the request, before cgx_notify
+// returns. cgx_wait must not return before the callback does.
+void test_wait_in_a_woken_thread(const char* transport) {
   struct Call {
     cgx_request_t* request = nullptr;
     std::binary_semaphore called{0};
@@ -192,9 +198,9 @@ void test_wait_set_off_by_the_callback(const char* transport) {
       Call call;
       call.request = Allreduce(comm, &values, 32).start();
       std::thread waiter([&] {
-        CHECK(call.called.try_acquire_for(kDeadline), "never called");
+        CHECK(call.called.try_acquire_for(kDeadline), "the callback was not called");
         ok(cgx_wait(call.request));
-        CHECK(call.returned, "cgx_wait came back during the callback");
+        CHECK(call.returned, "cgx_wait returned during the callback");
       });
       while (i % 2 && !is_done(call.request)) std::this_thread::yield();
       const auto callback = [](void* context, cgx_status_t, const char*) {
@@ -218,7 +224,7 @@ int main() {
     test_once_per_request(transport);
     test_failures(transport);
     test_races(transport);
-    test_wait_set_off_by_the_callback(transport);
+    test_wait_in_a_woken_thread(transport);
     std::printf("%s: passed\n", transport);
   }
   ok(cgx_finalize());

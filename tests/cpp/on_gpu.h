@@ -1,5 +1,5 @@
-// What the programs that need a GPU share: memory and queues of cuda:0, and begin(), which ends the
-// program with 77 where there is no GPU.
+// Helpers of the programs that need a GPU: memory and queues of cuda:0, and begin(), which exits
+// with status 77 without a GPU.
 #pragma once
 
 #include <unistd.h>
@@ -19,7 +19,7 @@ namespace cgx::test {
 using namespace device;
 using cuda::CudaDevice;
 
-// For all tests of a program together, under compute-sanitizer too.
+// The limit for all tests of a program, also under compute-sanitizer.
 inline constexpr unsigned int kSeconds = 300;
 inline constexpr int kSkipped = 77;  // ctest's SKIP_RETURN_CODE
 inline constexpr size_t kBytes = 3 << 20;
@@ -44,7 +44,7 @@ inline void check_filled(const Memory& memory, int seed, size_t bytes = kBytes) 
           seed);
 }
 
-// The bytes of device memory, as pinned memory.
+// Copies device memory to pinned memory.
 inline Memory fetch(const void* from, size_t bytes = kBytes) {
   Memory to = pinned(bytes);
   const auto queue = gpu().make_queue();
@@ -53,7 +53,7 @@ inline Memory fetch(const void* from, size_t bytes = kBytes) {
   return to;
 }
 
-// A word that holds a queue back.
+// Blocks a queue until open() is called.
 class Gate {
  public:
   void hold(Queue& queue, uint32_t until = 1) { queue.wait_for(word(), until); }
@@ -64,11 +64,11 @@ class Gate {
   Memory memory_ = pinned(sizeof(uint32_t));
 };
 
-// throws() that leaves no error behind.
+// Like throws(), and checks that no CUDA error remains.
 inline void fails(cgx_status_t status, const std::vector<std::string>& parts,
                   const std::function<void()>& work) {
   throws(status, parts, work);
-  CHECK(cudaGetLastError() == cudaSuccess, "an error is left behind");
+  CHECK(cudaGetLastError() == cudaSuccess, "cudaGetLastError returns an error");
 }
 
 inline void begin() {

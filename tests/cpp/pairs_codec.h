@@ -1,6 +1,6 @@
-// A codec whose length is known only when it has encoded: pairs of index and value, of all values
-// of a magnitude of at least a half. For tests; bits=3 in buckets of 77 selects it once it is
-// added.
+// A codec for tests whose length is known only after encoding: pairs of index and value, for all
+// values of at least 0.5 in magnitude. After add_pairs_codec(), bits=3 with bucket_size=77 selects
+// it.
 #pragma once
 
 #include <cmath>

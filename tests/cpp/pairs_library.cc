@@ -1,4 +1,4 @@
-// libcgx with a codec more: what tests/core/test_codec_row.py puts in the place of libcgx.so.
+// libcgx with an additional codec. tests/core/test_codec_row.py loads it instead of libcgx.so.
 #include "pairs_codec.h"
 
 namespace {

@@ -1,4 +1,4 @@
-// Threads as ranks: the first thing to test a collective with. Everything goes through cgx.h.
+// Threads as ranks, the simplest way to test a collective. All calls go through cgx.h.
 #pragma once
 
 #include <barrier>
@@ -24,8 +24,8 @@
 
 inline void ok(cgx_status_t status) { CHECK(status == CGX_OK, "%s", cgx_last_error()); }
 
-// Communicators of `size` ranks in this process, over the thread transport ("AUTO") or memory files
-// ("SHM").
+// Communicators of `size` ranks in this process, over the thread transport ("AUTO") or over files
+// of shared memory ("SHM").
 class Ranks {
  public:
   Ranks(int size, const std::string& transport, double timeout_s, const std::string& name)
@@ -71,9 +71,9 @@ class Ranks {
       });
     for (auto& thread : threads) thread.join();
   }
-  // Communicators that were made otherwise.
+  // Takes existing communicators.
   explicit Ranks(std::vector<int32_t> made) : comms(std::move(made)) {}
-  // Closing waits for peers that still read, so ranks close side by side.
+  // Ranks close concurrently, since closing waits for peers that still read.
   ~Ranks() {
     run([](int, int32_t comm) { ok(cgx_comm_close(comm)); });
   }

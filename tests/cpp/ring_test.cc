@@ -1,4 +1,4 @@
-// The frame ring of the shared-memory transports: order, wrapping, a full ring, two threads.
+// The ring of frames in shared memory: order, wrap-around, a full ring, and two threads.
 #include "transport/ring.h"
 
 #include <memory>
@@ -27,16 +27,16 @@ void test_full_ring() {
   uint32_t type;
   std::vector<std::byte> body;
   CHECK(ring->pop(&type, &body) == Ring::Popped::kFrame && ring->push(2, frame),
-        "a popped frame makes room");
+        "no room after a frame was popped");
 }
 
-// What the writer may have written: lengths that the ring does not hold.
-void test_nonsense() {
+// A faulty writer: lengths that the ring cannot hold.
+void test_malformed_frames() {
   uint32_t type;
   std::vector<std::byte> body;
   for (const uint32_t size : {9u, 1u << 16, UINT32_MAX - 3}) {
     auto ring = std::make_unique<Ring>();
-    CHECK(ring->pop(&type, &body) == Ring::Popped::kNothing, "it is empty");
+    CHECK(ring->pop(&type, &body) == Ring::Popped::kNothing, "the ring is not empty");
     ring->push(1, std::vector<std::byte>(8));
     std::memcpy(ring->bytes, &size, sizeof(size));
     CHECK(ring->pop(&type, &body) == Ring::Popped::kMalformed, "a frame of %u bytes", size);
@@ -70,7 +70,7 @@ void test_two_threads() {
 
 int main() {
   test_full_ring();
-  test_nonsense();
+  test_malformed_frames();
   test_two_threads();
   std::puts("passed");
 }

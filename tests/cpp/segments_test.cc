@@ -1,6 +1,6 @@
-// Segments that lie anywhere, with residuals, and refused collectives, many in flight, on threads
-// as ranks. Their bits are tests/numpy/test_segments.py's; this is for ThreadSanitizer and
-// AddressSanitizer.
+// Segments at any address, with residuals, while some ranks refuse calls; many calls in flight,
+// with threads as ranks. tests/numpy/test_segments.py checks the bits; this test also runs under
+// ThreadSanitizer and AddressSanitizer.
 #include <algorithm>
 #include <memory>
 #include <numeric>
@@ -12,11 +12,11 @@ namespace {
 
 constexpr int kRanks = 3;
 
-// Of call `call`; in no call of four.
+// Whether the rank refuses the call. No rank refuses every fourth call.
 bool refuses(int rank, int call) { return call % 4 == rank; }
 int64_t numel_of(int call, int leaf) { return (call * 2654435761u >> 7) % 3000 * (leaf + 1) / 2; }
 
-// One call of a rank: two leaves, each with a result and a residual of its own.
+// One call of a rank: two leaves, each with its own result and residual.
 struct Leaves {
   std::vector<float> values[2], results[2], residuals[2];
   std::vector<cgx_segment_t> segments;
@@ -49,12 +49,13 @@ struct Leaves {
   }
 
   void check(int number) const {
-    // All values of a bucket are equal, so 4 bits are exact.
+    // All values in a bucket are equal, so 4 bits are exact.
     const float expected = static_cast<float>(kRanks * (number % 100) + kRanks * (kRanks - 1) / 2);
     for (int leaf = 0; leaf < 2; ++leaf) {
-      for (const float value : results[leaf]) CHECK(value == expected, "%g in %d", value, number);
+      for (const float value : results[leaf])
+        CHECK(value == expected, "%g in call %d", value, number);
       for (const float residual : residuals[leaf])
-        CHECK(residual == 0, "%g in %d", residual, number);
+        CHECK(residual == 0, "%g in call %d", residual, number);
     }
   }
 };

@@ -1,12 +1,12 @@
-// A rank that gets no memory for a call's plan tells the others, who would wait for it. Run under
-// ThreadSanitizer and AddressSanitizer by `make sanitize`.
+// A rank that cannot allocate memory for a call's plan notifies the others, so that they do not
+// wait. `make sanitize` runs this test under ThreadSanitizer and AddressSanitizer.
 #include <new>
 
 #include "ranks.h"
 
 namespace {
 
-thread_local size_t longest_allocation = SIZE_MAX;  // a longer one fails
+thread_local size_t longest_allocation = SIZE_MAX;  // longer allocations fail
 
 void test_no_memory_for_a_plan(cgx_status_t (*run)(const cgx_collective_t*)) {
   constexpr int64_t kSegments = 100'000;
@@ -23,7 +23,7 @@ void test_no_memory_for_a_plan(cgx_status_t (*run)(const cgx_collective_t*)) {
     const std::string error = cgx_last_error();
     CHECK(status == CGX_SYSTEM && error.find("out of memory") != std::string::npos,
           "rank %d: status %d: %s", rank, status, error.c_str());
-    ok(Allreduce(comm, &values, 32).run());  // the communicator goes on
+    ok(Allreduce(comm, &values, 32).run());  // the communicator remains usable
     CHECK(values[999] == 2.0f, "%g", values[999]);
   });
 }

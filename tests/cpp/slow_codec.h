@@ -1,4 +1,4 @@
-// A second, slow codec, straight from docs/reference/wire_format.md, one bit at a time.
+// A simple, slow codec after docs/reference/wire_format.md, written independently of the kernels.
 #pragma once
 
 #include <algorithm>

@@ -1,5 +1,5 @@
-// Values of any dtype at any address, and memory in which every byte counts: what tests of kernels
-// read and write.
+// Buffers for tests of kernels: values of any dtype at any address, and memory of which every byte
+// is checked.
 #pragma once
 
 #include <algorithm>
@@ -28,7 +28,7 @@ T one_of(std::initializer_list<T> list) {
   return list.begin()[pick(static_cast<int64_t>(list.size()))];
 }
 
-// Values of a dtype, some bytes after an aligned address; nothing lies behind them.
+// Values of a dtype at an offset from an aligned address. The buffer ends with the last value.
 struct Values {
   Memory memory;
   int64_t skipped = 0;
@@ -55,7 +55,7 @@ inline Values make_values(Dtype dtype, int64_t numel, Data kind) {
 
 inline float* floats_of(Memory& memory) { return reinterpret_cast<float*>(memory.data()); }
 
-// Values with their residual, which may be null.
+// Values in fp32, plus their residual, which may be null.
 inline Memory as_floats(Dtype dtype, const std::byte* values, int64_t numel,
                         const std::byte* residual = nullptr) {
   Memory floats(static_cast<size_t>(4 * numel));
@@ -64,18 +64,18 @@ inline Memory as_floats(Dtype dtype, const std::byte* values, int64_t numel,
   return floats;
 }
 
-// Memory that a launch writes to: afterwards all of it, what is between the places included, must
-// be as expected.
+// The output memory of a launch. Afterwards all bytes must be as expected, including those between
+// the places.
 struct Space {
   Memory actual, expected;
 
-  // Returns where a new place begins.
+  // Adds a place of `bytes` bytes and returns its offset.
   int64_t add(int64_t bytes) {
     const auto at = static_cast<int64_t>(actual.size()) + one_of<int64_t>({16, 16, 17, 22, 24, 31});
     actual.resize(static_cast<size_t>(at + bytes + 16), kFill);
     return at;
   }
-  // The same, of a place that holds values.
+  // Adds a place that contains `bytes`.
   int64_t add(const Memory& bytes) {
     const int64_t at = add(static_cast<int64_t>(bytes.size()));
     std::copy(bytes.begin(), bytes.end(), actual.begin() + at);
@@ -89,7 +89,7 @@ struct Space {
     if (expected.empty()) expected.assign(actual.size(), kFill);
     if (!bytes.empty()) std::memcpy(expected.data() + at, bytes.data(), bytes.size());
   }
-  // Null for what add() was not called for.
+  // Returns null for a negative offset.
   std::byte* place(int64_t at) { return at < 0 ? nullptr : actual.data() + at; }
   bool as_expected() {
     if (expected.empty()) expected.assign(actual.size(), kFill);

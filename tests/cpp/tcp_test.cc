@@ -1,9 +1,9 @@
-// TCP among threads as ranks, over the loopback interface.
+// TCP between threads as ranks, over the loopback interface.
 //
-//   handshake  who knows the key is let in; nobody else is, whatever he has heard before
-//   frames     whole, in order and aligned, however the stream is cut
-//   meeting    all ranks meet while strangers knock; who is missing is named, in time
-//   transport  both directions at once, ends, and forked children that keep nothing open
+//   handshake   peers with the key are authenticated; others are rejected, even if they replay
+//   messages frames      complete, in order and aligned, however the stream is split rendezvous all
+//   ranks connect despite unauthenticated peers; missing ranks are named in time transport   both
+//   directions, the end of connections, and forked children without open descriptors
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
@@ -34,12 +34,12 @@ using Clock = std::chrono::steady_clock;
 using std::chrono::milliseconds;
 using State = Handshake::State;
 
-constexpr std::chrono::seconds kLimit(20);  // of whatever a test waits for
+constexpr std::chrono::seconds kLimit(20);  // for each wait in this test
 
 // ---- handshake -----------------------------------------------------------------------------
 
-// The authors' known answers: key 00 01 .. 0f, messages 00 01 02 ...
-void siphash_has_its_authors_values() {
+// Known answers of the authors of SipHash: key 00 01 .. 0f, messages 00 01 02 ...
+void siphash_gives_the_known_answers() {
   const SipKey key{0x0706050403020100, 0x0f0e0d0c0b0a0908};
   Bytes message;
   for (int i = 0; i < 15; ++i) message.push_back(static_cast<std::byte>(i));
@@ -49,8 +49,8 @@ void siphash_has_its_authors_values() {
   CHECK(of_first(15) == 0xa129ca6149be45e5, "15 bytes");
 }
 
-// Both sides' states at the end.
-std::pair<State, State> talk(Handshake& dials, Handshake& accepts) {
+// Runs a handshake and returns the final states of both sides.
+std::pair<State, State> handshake_states(Handshake& dials, Handshake& accepts) {
   const Bytes answer = dials.take(accepts.opening());
   if (dials.state() != State::kGoing) return {dials.state(), accepts.state()};
   const Bytes confirmation = accepts.take(answer);
@@ -60,34 +60,36 @@ std::pair<State, State> talk(Handshake& dials, Handshake& accepts) {
 
 constexpr SipKey kKey{1, 2};
 
-void those_who_know_the_key_are_proven() {
+void peers_with_the_key_are_authenticated() {
   auto dials = Handshake::dial(kKey, 3, 1), accepts = Handshake::accept(kKey, 1, 4);
-  CHECK(talk(dials, accepts) == std::pair(State::kProven, State::kProven), "same key");
-  CHECK(accepts.peer() == 3 && dials.peer() == 1, "who it is");
+  CHECK(handshake_states(dials, accepts) == std::pair(State::kProven, State::kProven), "same key");
+  CHECK(accepts.peer() == 3 && dials.peer() == 1, "the peer's rank");
 }
 
-void nobody_else_is() {
+void other_peers_are_rejected() {
   const auto refused = [](Handshake dials, Handshake accepts, const char* what) {
-    CHECK(talk(dials, accepts).second == State::kRefused, what);
+    CHECK(handshake_states(dials, accepts).second == State::kRefused, what);
   };
-  refused(Handshake::dial({1, 3}, 3, 1), Handshake::accept(kKey, 1, 4), "another key");
-  refused(Handshake::dial(kKey, 3, 0), Handshake::accept(kKey, 1, 4), "meant for another rank");
-  refused(Handshake::dial(kKey, 4, 1), Handshake::accept(kKey, 1, 4), "a rank that is not there");
+  refused(Handshake::dial({1, 3}, 3, 1), Handshake::accept(kKey, 1, 4), "a different key");
+  refused(Handshake::dial(kKey, 3, 0), Handshake::accept(kKey, 1, 4),
+          "a handshake for another rank");
+  refused(Handshake::dial(kKey, 4, 1), Handshake::accept(kKey, 1, 4),
+          "a rank outside the communicator");
 
   auto first = Handshake::dial(kKey, 3, 1), hears = Handshake::accept(kKey, 1, 4);
   const Bytes answer = first.take(hears.opening());
   auto again = Handshake::accept(kKey, 1, 4);
   again.take(answer);
-  CHECK(again.state() == State::kRefused, "an answer that was heard before");
+  CHECK(again.state() == State::kRefused, "a replayed answer");
 
   auto dials = Handshake::dial(kKey, 3, 1);
   auto impostor = Handshake::accept({1, 3}, 1, 4);
   dials.take(impostor.opening());
   dials.take(Bytes(dials.awaits()));
-  CHECK(dials.state() == State::kRefused, "who accepts does not know the key");
+  CHECK(dials.state() == State::kRefused, "an accepting side without the key");
   auto other = Handshake::dial(kKey, 3, 1);
   other.take(Bytes(other.awaits()));
-  CHECK(other.state() == State::kRefused, "another protocol's greeting");
+  CHECK(other.state() == State::kRefused, "the greeting of another protocol");
 }
 
 // ---- frames --------------------------------------------------------------------------------
@@ -99,7 +101,7 @@ Bytes frame(FrameHeader header, const Bytes& payload) {
   return bytes;
 }
 
-void frames_come_whole_however_they_are_cut() {
+void frames_are_reassembled() {
   std::mt19937 random(1);
   Bytes stream;
   std::vector<Bytes> payloads;
@@ -114,7 +116,7 @@ void frames_come_whole_however_they_are_cut() {
   for (const size_t most : {size_t{1000}, size_t{65536}, stream.size()}) {
     BlockPool blocks;
     FrameReader reader(&blocks);
-    std::vector<FrameReader::Frame> held;  // all of them: nothing may be written over
+    std::vector<FrameReader::Frame> held;  // keeps all frames, to check that none is overwritten
     for (size_t at = 0; at < stream.size();) {
       const std::span<std::byte> room = reader.room();
       const size_t count = std::min({room.size(), stream.size() - at, 1 + random() % most});
@@ -133,7 +135,7 @@ void frames_come_whole_however_they_are_cut() {
   }
 }
 
-void frames_that_cannot_be_are_refused() {
+void malformed_frames_are_rejected() {
   for (const FrameHeader header : {FrameHeader{0, 0, 0, 0}, FrameHeader{0, 4, 0, 0},
                                    FrameHeader{UINT32_MAX, FrameHeader::kBulk, 0, 0},
                                    FrameHeader{0, FrameHeader::kBulk, kChannels, 0},
@@ -150,7 +152,7 @@ void frames_that_cannot_be_are_refused() {
   }
 }
 
-// ---- meeting -------------------------------------------------------------------------------
+// ---- rendezvous ----------------------------------------------------------------------------
 
 void in_threads(int size, const std::function<void(int)>& work) {
   std::vector<std::thread> threads;
@@ -166,33 +168,33 @@ FileDescriptor connected_to(const SocketAddress& address) {
   return socket;
 }
 
-// Does what a rank does that dials, with that key; returns whether it was let in.
-bool let_in(const SocketAddress& address, const SipKey& key, int rank, int peer) {
+// Dials like a rank with this key; returns whether the handshake succeeded.
+bool is_accepted(const SocketAddress& address, const SipKey& key, int rank, int peer) {
   const FileDescriptor socket = connected_to(address);
   auto handshake = Handshake::dial(key, rank, peer);
   const auto deadline = Clock::now() + kLimit;
-  Bytes heard;
+  Bytes received;
   while (handshake.state() == State::kGoing && Clock::now() < deadline) {
     std::byte byte;
     const ssize_t got = recv(socket.get(), &byte, 1, MSG_DONTWAIT);
     if (got == 0) return false;
     if (got < 0 && errno != EAGAIN) return false;
-    if (got > 0) heard.push_back(byte);
-    if (heard.size() == handshake.awaits()) {
-      const Bytes answer = handshake.take(std::exchange(heard, {}));
+    if (got > 0) received.push_back(byte);
+    if (received.size() == handshake.awaits()) {
+      const Bytes answer = handshake.take(std::exchange(received, {}));
       if (!answer.empty()) send(socket.get(), answer.data(), answer.size(), MSG_NOSIGNAL);
     }
   }
   return handshake.state() == State::kProven;
 }
 
-struct Parties {
+struct Offers {
   std::vector<TcpRendezvous> rendezvous;
   std::vector<TcpOffer> offers;
   SipKey key{};
 };
-Parties parties(int size) {
-  Parties all;
+Offers make_offers(int size) {
+  Offers all;
   for (int rank = 0; rank < size; ++rank) {
     all.offers.push_back(all.rendezvous.emplace_back(rank).offer());
     for (size_t i = 0; i < all.key.size(); ++i) all.key[i] ^= all.offers.back().share[i];
@@ -200,92 +202,96 @@ Parties parties(int size) {
   return all;
 }
 
-void ranks_meet_while_strangers_knock() {
+void ranks_connect_despite_unauthenticated_peers() {
   constexpr int kSize = 4;
-  Parties all = parties(kSize);
-  const SocketAddress door = all.offers[0].addresses[0];
-  // They knock before any rank does, and stay.
-  std::vector<FileDescriptor> strangers;
-  for (int i = 0; i < 3; ++i) strangers.push_back(connected_to(door));  // silent
-  send(strangers[1].get(), "G", 1, MSG_NOSIGNAL);                       // and slow
+  Offers all = make_offers(kSize);
+  const SocketAddress listener = all.offers[0].addresses[0];
+  // These connect before any rank, and stay connected.
+  std::vector<FileDescriptor> unauthenticated;
+  for (int i = 0; i < 3; ++i)
+    unauthenticated.push_back(connected_to(listener));   // these send nothing
+  send(unauthenticated[1].get(), "G", 1, MSG_NOSIGNAL);  // this one is slow
   const std::string garbage(200, 'x');
-  strangers.push_back(connected_to(door));
-  send(strangers.back().get(), garbage.data(), garbage.size(), MSG_NOSIGNAL);
-  connected_to(door);  // a scan of ports
-  std::vector<TcpRendezvous::Connected> met(kSize);
+  unauthenticated.push_back(connected_to(listener));
+  send(unauthenticated.back().get(), garbage.data(), garbage.size(), MSG_NOSIGNAL);
+  connected_to(listener);  // closes immediately, like a port scan
+  std::vector<TcpRendezvous::Connected> connected(kSize);
   std::vector<std::vector<bool>> wants(kSize, std::vector<bool>(kSize, true));
-  wants[1][3] = wants[3][1] = false;  // so that rank 1 is done before rank 3 comes
-  std::atomic<bool> foreign_let_in = true, last_may_come = false;
+  wants[1][3] = wants[3][1] = false;  // so that rank 1 completes before rank 3 starts
+  std::atomic<bool> foreign_accepted = true, last_may_come = false;
   in_threads(kSize, [&](int rank) {
     while (rank == 3 && !last_may_come) std::this_thread::sleep_for(milliseconds(1));
-    met[rank] = all.rendezvous[rank].connect(all.offers, {wants[rank], kLimit});
+    connected[rank] = all.rendezvous[rank].connect(all.offers, {wants[rank], kLimit});
     if (rank != 1) return;
-    foreign_let_in = let_in(door, {all.key[0], all.key[1] ^ 1}, 3, 0);
-    let_in(door, all.key, 1, 0);  // it is there already
+    foreign_accepted = is_accepted(listener, {all.key[0], all.key[1] ^ 1}, 3, 0);
+    is_accepted(listener, all.key, 1, 0);  // rank 1 is connected already
     last_may_come = true;
   });
-  CHECK(!foreign_let_in, "who knows another communicator's key");
-  CHECK(met[0].strangers >= 7, join(met[0].strangers, " strangers"));
-  for (int rank = 1; rank < kSize; ++rank) CHECK(met[rank].strangers == 0, "others have none");
+  CHECK(!foreign_accepted, "a peer with the key of another communicator");
+  CHECK(connected[0].strangers >= 7, join(connected[0].strangers, " unauthenticated peers"));
+  for (int rank = 1; rank < kSize; ++rank)
+    CHECK(connected[rank].strangers == 0, "unauthenticated peers of other ranks");
   for (int a = 0; a < kSize; ++a)
     for (int b = 0; b < kSize; ++b) {
-      const int there = met[a].connections[b].get();
+      const int there = connected[a].connections[b].get();
       CHECK((there >= 0) == (a != b && wants[a][b]), join(a, " to ", b));
       if (a < b && there >= 0) send(there, &a, sizeof(a), MSG_NOSIGNAL);
     }
   for (int a = 0; a < kSize; ++a)
     for (int b = a + 1; b < kSize; ++b) {
       if (!wants[a][b]) continue;
-      int heard = -1;
-      for (int i = 0;
-           i < 1000 && recv(met[b].connections[a].get(), &heard, sizeof(heard), MSG_DONTWAIT) < 0;
+      int received = -1;
+      for (int i = 0; i < 1000 && recv(connected[b].connections[a].get(), &received,
+                                       sizeof(received), MSG_DONTWAIT) < 0;
            ++i)
         std::this_thread::sleep_for(milliseconds(1));
-      CHECK(heard == a, join(b, " hears ", heard, " from ", a));
+      CHECK(received == a, join(b, " received ", received, " from ", a));
     }
 }
 
-// So many that the first ones must leave: none of them keeps a rank out.
-void a_crowd_keeps_nobody_out() {
+// More connections than may wait, so that the first ones are dropped. None blocks a rank.
+void many_unauthenticated_peers_block_no_rank() {
   std::vector<TcpRendezvous> rendezvous;
   for (int rank = 0; rank < 2; ++rank) rendezvous.emplace_back(rank);
   const std::vector<TcpOffer> offers{rendezvous[0].offer(), rendezvous[1].offer()};
-  std::vector<TcpRendezvous::Connected> met(2);
+  std::vector<TcpRendezvous::Connected> connected(2);
   std::vector<FileDescriptor> crowd;
-  std::thread first([&] { met[0] = rendezvous[0].connect(offers, {{true, true}, kLimit}); });
+  std::thread first([&] { connected[0] = rendezvous[0].connect(offers, {{true, true}, kLimit}); });
   for (int i = 0; i < 150; ++i) crowd.push_back(connected_to(offers[0].addresses[0]));
-  met[1] = rendezvous[1].connect(offers, {{true, true}, kLimit});
+  connected[1] = rendezvous[1].connect(offers, {{true, true}, kLimit});
   first.join();
-  CHECK(met[0].connections[1].get() >= 0, "they met");
-  CHECK(met[0].strangers == 150, join(met[0].strangers, " strangers"));
+  CHECK(connected[0].connections[1].get() >= 0, "the ranks are not connected");
+  CHECK(connected[0].strangers == 150, join(connected[0].strangers, " unauthenticated peers"));
 }
 
-// A rank gives up when nothing answers for a while, which may be just before the answer comes.
-void who_gave_up_comes_again() {
+// A rank gives up on a connection that does not respond, perhaps just before it is accepted.
+void a_rank_that_gave_up_reconnects() {
   constexpr int kSize = 3;
-  Parties all = parties(kSize);
-  std::vector<TcpRendezvous::Connected> met(kSize);
-  std::atomic<bool> gave_up = false, others_met = false;
+  Offers all = make_offers(kSize);
+  std::vector<TcpRendezvous::Connected> connected(kSize);
+  std::atomic<bool> gave_up = false, others_connected = false;
   in_threads(kSize, [&](int rank) {
-    if (rank == 1) gave_up = let_in(all.offers[0].addresses[0], all.key, 1, 0);  // and closes
-    while (rank == 2 && !others_met) std::this_thread::sleep_for(milliseconds(1));
+    if (rank == 1)
+      gave_up =
+          is_accepted(all.offers[0].addresses[0], all.key, 1, 0);  // then closes the connection
+    while (rank == 2 && !others_connected) std::this_thread::sleep_for(milliseconds(1));
     std::vector<bool> wants(kSize, true);
     if (rank > 0) wants[3 - rank] = false;
-    met[rank] = all.rendezvous[rank].connect(all.offers, {wants, kLimit});
-    if (rank == 1) others_met = true;
+    connected[rank] = all.rendezvous[rank].connect(all.offers, {wants, kLimit});
+    if (rank == 1) others_connected = true;
   });
-  CHECK(gave_up, "the first connection was proven");
+  CHECK(gave_up, "the first connection was not authenticated");
   const int word = 7;
-  int heard = 0;
-  send(met[1].connections[0].get(), &word, sizeof(word), MSG_NOSIGNAL);
-  for (int i = 0; i < 1000 && heard != word; ++i) {
-    if (recv(met[0].connections[1].get(), &heard, sizeof(heard), MSG_DONTWAIT) < 0)
+  int received = 0;
+  send(connected[1].connections[0].get(), &word, sizeof(word), MSG_NOSIGNAL);
+  for (int i = 0; i < 1000 && received != word; ++i) {
+    if (recv(connected[0].connections[1].get(), &received, sizeof(received), MSG_DONTWAIT) < 0)
       std::this_thread::sleep_for(milliseconds(1));
   }
-  CHECK(heard == word, join("rank 0 hears ", heard, " by the second one"));
+  CHECK(received == word, join("rank 0 received ", received, " on the second connection"));
 }
 
-void who_is_missing_is_named_in_time() {
+void missing_ranks_are_named_in_time() {
   std::vector<TcpRendezvous> rendezvous;
   std::vector<TcpOffer> offers;
   for (int rank = 0; rank < 3; ++rank) {
@@ -294,7 +300,7 @@ void who_is_missing_is_named_in_time() {
   }
   const auto begin = Clock::now();
   in_threads(3, [&](int rank) {
-    if (rank == 1) return;  // it listens, and says nothing
+    if (rank == 1) return;  // listens, but never connects
     const std::string error =
         error_of([&] { rendezvous[rank].connect(offers, {{true, true, true}, milliseconds(500)}); },
                  CGX_SYSTEM);
@@ -302,7 +308,7 @@ void who_is_missing_is_named_in_time() {
           error);
     CHECK(contains(error, "CGX_SOCKET_IFNAME"), error);
   });
-  CHECK(Clock::now() - begin < kLimit, "in time");
+  CHECK(Clock::now() - begin < kLimit, "the error came too late");
 }
 
 void interfaces_are_chosen() {
@@ -311,7 +317,7 @@ void interfaces_are_chosen() {
     return own_addresses();
   };
   CHECK(with("lo")[0].text() == "127.0.0.1:0", with("lo")[0].text());
-  CHECK(with("=lo").size() == with("l").size(), "a whole name, or its beginning");
+  CHECK(with("=lo").size() == with("l").size(), "a whole name or a prefix");
   const std::string error = error_of([&] { with("nothing"); }, CGX_INVALID_ARGUMENT);
   CHECK(contains(error, "CGX_SOCKET_IFNAME=\"nothing\"") && contains(error, "interfaces: ") &&
             contains(error, "lo"),
@@ -321,7 +327,7 @@ void interfaces_are_chosen() {
 
 // ---- transport -----------------------------------------------------------------------------
 
-class Heard : public Sink {
+class Received : public Sink {
  public:
   void on_control(int, std::span<const std::byte> message) override {
     controls.push_back(to_bytes(message));
@@ -363,11 +369,11 @@ void progress_until(Transport& transport, Sink& sink, const Until& until) {
   const auto deadline = Clock::now() + kLimit;
   while (!until() && Clock::now() < deadline)
     if (!transport.progress(sink)) transport.wait(milliseconds(1));
-  CHECK(until(), "in time");
+  CHECK(until(), "not within the limit");
 }
 
-// More than the kernel holds, from both at once: nobody waits for the other to read.
-void both_directions_at_once() {
+// Both ranks send more than the kernel buffers, so neither may wait until the other reads.
+void both_directions_concurrently() {
   constexpr size_t kMessages = 700, kBytes = 100'000;
   const auto transports = two();
   in_threads(2, [&](int rank) {
@@ -379,19 +385,19 @@ void both_directions_at_once() {
     for (size_t i = 0; i < kMessages; ++i)
       transport.send(1 - rank, {5, static_cast<uint32_t>(i)}, buffer, kBytes - i, state);
     transport.send_control(1 - rank, {});
-    Heard heard;
+    Received received;
     const size_t all = kMessages * kBytes - kMessages * (kMessages - 1) / 2;
-    progress_until(transport, heard, [&] {
-      return heard.bulk_bytes == all && heard.controls.size() == 2 && transport.flushed();
+    progress_until(transport, received, [&] {
+      return received.bulk_bytes == all && received.controls.size() == 2 && transport.flushed();
     });
-    CHECK(heard.in_order, "in order, and whole");
-    CHECK(heard.controls[0] == to_bytes(1 - rank), "control goes with them");
-    CHECK(state->unreleased() == 0 && state->unsent() == 0, "all is handed over");
-    progress_until(transport, heard, [&] { return transport.drained(); });
+    CHECK(received.in_order, "messages are incomplete or out of order");
+    CHECK(received.controls[0] == to_bytes(1 - rank), "the control message is missing");
+    CHECK(state->unreleased() == 0 && state->unsent() == 0, "messages are not handed over");
+    progress_until(transport, received, [&] { return transport.drained(); });
   });
 }
 
-void an_end_is_told(Loss how) {
+void the_end_of_a_connection_is_reported(Loss how) {
   auto transports = two();
   const auto state = std::make_shared<SendState>(2);
   const BufferRef buffer = transports[0]->allocate(1000);
@@ -399,50 +405,50 @@ void an_end_is_told(Loss how) {
   transports[0]->send(1, {0, 0}, buffer, 1000, state);
   if (how != Loss::kDied) transports[0]->leave(how == Loss::kLeft, "the reason");
   transports[0].reset();
-  Heard heard;
-  progress_until(*transports[1], heard, [&] { return !heard.losses.empty(); });
-  CHECK(heard.bulk_bytes == 1000, "what was sent before arrives");
-  CHECK(heard.losses == std::vector{how}, "how it ended");
-  CHECK(heard.reason == (how == Loss::kDied ? "it closed its connection" : "the reason"),
-        heard.reason);
-  transports[1]->send_control(0, {});  // to nobody: it is dropped
-  CHECK(transports[1]->flushed() && transports[1]->drained(), "nothing is left to be sent");
+  Received received;
+  progress_until(*transports[1], received, [&] { return !received.losses.empty(); });
+  CHECK(received.bulk_bytes == 1000, "messages sent before the end are missing");
+  CHECK(received.losses == std::vector{how}, "the kind of loss");
+  CHECK(received.reason == (how == Loss::kDied ? "it closed its connection" : "the reason"),
+        received.reason);
+  transports[1]->send_control(0, {});  // the peer has left: dropped
+  CHECK(transports[1]->flushed() && transports[1]->drained(), "messages are left to send");
 }
 
-// Longer than the ranks wait for a collective, which is what its deadline is for.
-void one_that_computes_is_not_lost() {
+// A rank may compute for longer than the connection timeout. Only a collective's deadline ends it.
+void a_busy_rank_is_not_lost() {
   constexpr int kMessages = 1000;
   const auto transports = two(milliseconds(1000));
-  Heard sender, receiver;
+  Received sender, receiver;
   const Bytes message(8192, std::byte{1});
   for (int i = 0; i < kMessages; ++i) transports[0]->send_control(1, message);
   const auto until = Clock::now() + milliseconds(2500);
   progress_until(*transports[0], sender, [&] { return Clock::now() >= until; });
   CHECK(sender.losses.empty(), sender.reason);
-  std::thread goes_on(
+  std::thread keeps_sending(
       [&] { progress_until(*transports[0], sender, [&] { return transports[0]->flushed(); }); });
   progress_until(*transports[1], receiver, [&] { return receiver.controls.size() == kMessages; });
-  goes_on.join();
+  keeps_sending.join();
 }
 
-void one_that_has_left_takes_nothing() {
+void a_transport_that_left_receives_nothing() {
   const auto transports = two();
   transports[1]->send_control(0, {});
   transports[0]->leave(true, "");
-  Heard heard;
-  CHECK(!transports[0]->progress(heard) && heard.controls.empty(), "nothing more is handed on");
+  Received received;
+  CHECK(!transports[0]->progress(received) && received.controls.empty(), "a message was delivered");
 }
 
-void who_waits_is_woken() {
+void wake_ends_a_wait() {
   const auto transports = two();
   const auto begin = Clock::now();
   std::thread waits([&] { transports[0]->wait(kLimit); });
   transports[0]->wake();
   waits.join();
-  CHECK(Clock::now() - begin < kLimit, "before the time is over");
+  CHECK(Clock::now() - begin < kLimit, "the wait was not ended");
 }
 
-void a_forked_child_keeps_nothing_open() {
+void a_forked_child_has_no_open_descriptors() {
   int ends[2];
   CHECK(pipe(ends) == 0, "a pipe");
   const OwnDescriptor own{FileDescriptor(ends[1])};
@@ -453,9 +459,9 @@ void a_forked_child_keeps_nothing_open() {
   }
   int status = -1;
   waitpid(child, &status, 0);
-  CHECK(status == 0, "it has /dev/null there");
+  CHECK(status == 0, "the child's descriptor is not /dev/null");
   struct stat found;
-  CHECK(fstat(ends[1], &found) == 0 && S_ISFIFO(found.st_mode), "the parent keeps it");
+  CHECK(fstat(ends[1], &found) == 0 && S_ISFIFO(found.st_mode), "the parent's descriptor changed");
   close(ends[0]);
 }
 
@@ -463,21 +469,22 @@ void a_forked_child_keeps_nothing_open() {
 
 int main() {
   setenv("CGX_SOCKET_IFNAME", "lo", 1);
-  siphash_has_its_authors_values();
-  those_who_know_the_key_are_proven();
-  nobody_else_is();
-  frames_come_whole_however_they_are_cut();
-  frames_that_cannot_be_are_refused();
-  ranks_meet_while_strangers_knock();
-  a_crowd_keeps_nobody_out();
-  who_gave_up_comes_again();
-  who_is_missing_is_named_in_time();
+  siphash_gives_the_known_answers();
+  peers_with_the_key_are_authenticated();
+  other_peers_are_rejected();
+  frames_are_reassembled();
+  malformed_frames_are_rejected();
+  ranks_connect_despite_unauthenticated_peers();
+  many_unauthenticated_peers_block_no_rank();
+  a_rank_that_gave_up_reconnects();
+  missing_ranks_are_named_in_time();
   interfaces_are_chosen();
-  both_directions_at_once();
-  for (const Loss how : {Loss::kLeft, Loss::kGaveUp, Loss::kDied}) an_end_is_told(how);
-  one_that_computes_is_not_lost();
-  one_that_has_left_takes_nothing();
-  who_waits_is_woken();
-  a_forked_child_keeps_nothing_open();
+  both_directions_concurrently();
+  for (const Loss how : {Loss::kLeft, Loss::kGaveUp, Loss::kDied})
+    the_end_of_a_connection_is_reported(how);
+  a_busy_rank_is_not_lost();
+  a_transport_that_left_receives_nothing();
+  wake_ends_a_wait();
+  a_forked_child_has_no_open_descriptors();
   return cgx::test::report();
 }

@@ -1,5 +1,5 @@
-// The pool that shares the codec's work: everything is done once, by whoever is free; callers do
-// not wait for each other; what is thrown reaches who asked.
+// The pool of codec threads: each task runs exactly once on any free thread, callers run
+// concurrently, and exceptions reach the caller.
 #include "base/thread_pool.h"
 
 #include <atomic>
@@ -12,19 +12,19 @@ namespace {
 
 using cgx::ThreadPool;
 
-void test_each_once() {
+void test_each_task_runs_once() {
   auto& pool = ThreadPool::instance();
   CHECK(pool.size() == 4, "CGX_THREADS is 4, the pool has %d", pool.size());
   for (int count : {0, 1, 2, 3, 4, 5, 100}) {
     for (int round = 0; round < 200; ++round) {
-      std::vector<int> done(count, 0);  // plain: each belongs to one call
+      std::vector<int> done(count, 0);  // not atomic, since each element belongs to one task
       pool.for_each(count, [&](int i) { ++done[i]; });
       for (int i = 0; i < count; ++i) CHECK(done[i] == 1, "work(%d) ran %d times", i, done[i]);
     }
   }
 }
 
-void test_callers_side_by_side() {
+void test_concurrent_callers() {
   std::vector<std::thread> callers;
   for (int caller = 0; caller < 3; ++caller)
     callers.emplace_back([] {
@@ -38,7 +38,7 @@ void test_callers_side_by_side() {
 }
 
 void test_threads_share() {
-  // Two calls that wait for each other can only end on two threads.
+  // Two tasks that wait for each other can end only on two threads.
   std::atomic<int> here{0};
   ThreadPool::instance().for_each(2, [&](int) {
     ++here;
@@ -58,15 +58,15 @@ void test_throw() {
     }
     CHECK(caught, "round %d", round);
   }
-  test_each_once();
+  test_each_task_runs_once();
 }
 
 }  // namespace
 
 int main() {
   setenv("CGX_THREADS", "4", 1);
-  test_each_once();
-  test_callers_side_by_side();
+  test_each_task_runs_once();
+  test_concurrent_callers();
   test_threads_share();
   test_throw();
   std::puts("passed");

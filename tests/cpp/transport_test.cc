@@ -1,5 +1,5 @@
-// Two transports in one process, without engines: what a rank that has left still takes in, when
-// its peers may already write to the memory of what they sent it; and what is taken in of it.
+// Two transports in one process, without engines. After a rank has left, its peers may overwrite
+// the memory of their messages, so it must not read them. Its own control messages still arrive.
 #include "transport/transport.h"
 
 #include <cstring>
@@ -41,17 +41,17 @@ std::shared_ptr<SendState> send(Transport& from) {
   return state;
 }
 
-void one_that_is_here_takes_it() {
+void a_connected_rank_receives_messages() {
   const auto transports = two();
   const auto state = send(*transports[0]);
   Counts sink;
   transports[1]->progress(sink);
   CHECK(sink.messages == 1, join(sink.messages, " messages"));
   transports[0]->progress(sink);
-  CHECK(state->unreleased() == 0, "the sender has its message back");
+  CHECK(state->unreleased() == 0, "the sender's memory is not released");
 }
 
-void one_that_has_left_takes_nothing(bool graceful) {
+void a_rank_that_left_receives_nothing(bool graceful) {
   const auto transports = two();
   const auto state = send(*transports[0]);
   transports[1]->leave(graceful, "the test leaves");
@@ -60,15 +60,15 @@ void one_that_has_left_takes_nothing(bool graceful) {
   CHECK(sink.messages == 0, join(sink.messages, " messages"));
   transports[0]->progress(sink);
   CHECK(sink.losses == 1, join(sink.losses, " losses"));
-  CHECK(state->unreleased() == 0, "the sender has its message back");
+  CHECK(state->unreleased() == 0, "the sender's memory is not released");
 }
 
-// It does not wait until a collective that it has cancelled is read.
-void what_one_that_is_gone_has_said_is_heard() {
+// Leaving does not wait until a message of a cancelled collective is read.
+void control_messages_of_a_rank_that_left_arrive() {
   auto transports = two();
   send(*transports[0])->give_up();
   transports[0]->send_control(1, to_bytes(uint32_t{1}));
-  CHECK(transports[0]->drained(), "it may leave");
+  CHECK(transports[0]->drained(), "the rank cannot leave");
   transports[0]->leave(true, "the test leaves");
   transports[0].reset();
   Counts sink;
@@ -81,9 +81,9 @@ void what_one_that_is_gone_has_said_is_heard() {
 }  // namespace
 
 int main() {
-  one_that_is_here_takes_it();
-  one_that_has_left_takes_nothing(/*graceful=*/true);
-  one_that_has_left_takes_nothing(/*graceful=*/false);
-  what_one_that_is_gone_has_said_is_heard();
+  a_connected_rank_receives_messages();
+  a_rank_that_left_receives_nothing(/*graceful=*/true);
+  a_rank_that_left_receives_nothing(/*graceful=*/false);
+  control_messages_of_a_rank_that_left_arrive();
   return cgx::test::report();
 }

@@ -1,5 +1,5 @@
-// How much a collective leaves unread before it stops sending: what CGX_FUSION_BUFFER_SIZE_MB
-// bounds. The port here never delivers anything, so peers read nothing.
+// CGX_FUSION_BUFFER_SIZE_MB limits the unread messages of a collective. The port in this test never
+// delivers a message, so peers read nothing.
 #include <algorithm>
 #include <cstdlib>
 #include <memory>
@@ -13,7 +13,7 @@ namespace {
 
 using namespace cgx;
 
-class DeafPort : public Port {
+class UnreadPort : public Port {
  public:
   BufferRef allocate(size_t bytes) override {
     memory_.push_back(std::make_unique<std::byte[]>(bytes));
@@ -41,16 +41,16 @@ struct Row {
   std::vector<int> hosts;
   int bits;
   int64_t bucket_size;
-  int least;     // messages that may always be unread, so that all ranks can go on
-  int most;      // messages, whatever the limit
-  int together;  // messages that are sent at once
+  int least;     // always allowed, so that all ranks can continue
+  int most;      // upper bound, whatever the limit
+  int together;  // messages of one step
 };
 
-// What rank 0 sends before it can do no more.
-DeafPort run_until(Step end, const Row& row, int64_t chunk_bytes, int64_t unread_bytes) {
+// Runs rank 0 until it returns `end`; the port has counted the messages.
+UnreadPort run_until(Step end, const Row& row, int64_t chunk_bytes, int64_t unread_bytes) {
   const auto size = static_cast<int64_t>(row.hosts.size());
   const cgx_segment_t segment{0, 20 << 20, row.bucket_size, row.bits, 0, nullptr};
-  // Of every run: memory that is there already.
+  // Shared by all runs, to allocate this memory only once.
   static std::vector<float> values(segment.numel), results(3 * segment.numel);
   auto call = make<cgx_collective_t>();
   call.verb = row.verb;
@@ -65,19 +65,19 @@ DeafPort run_until(Step end, const Row& row, int64_t chunk_bytes, int64_t unread
   plan.chunk_bytes = chunk_bytes;
   plan.unread_bytes = unread_bytes;
   const auto made = make_algorithm(std::move(plan));
-  DeafPort port;
+  UnreadPort port;
   made->eager();
   Step step = Step::kWorked;
   while (step == Step::kWorked) step = made->step(port);
-  CHECK(step == end, "algorithm %d ends otherwise", row.algorithm);
+  CHECK(step == end, "algorithm %d did not reach the expected state", row.algorithm);
   return port;
 }
 
-DeafPort run_until_blocked(const Row& row, int64_t chunk_bytes, int64_t unread_bytes) {
+UnreadPort run_until_blocked(const Row& row, int64_t chunk_bytes, int64_t unread_bytes) {
   return run_until(Step::kBlocked, row, chunk_bytes, unread_bytes);
 }
 
-DeafPort run_until_idle(const Row& row, int64_t chunk_bytes, int64_t unread_bytes) {
+UnreadPort run_until_idle(const Row& row, int64_t chunk_bytes, int64_t unread_bytes) {
   return run_until(Step::kIdle, row, chunk_bytes, unread_bytes);
 }
 
@@ -95,7 +95,7 @@ void test_limits() {
     for (const int64_t chunk : {32 << 10, 128 << 10}) {
       const int64_t longest = run_until_blocked(row, chunk, 1).longest();
       CHECK(longest > chunk * 9 / 10, "messages of %ld bytes", long(longest));
-      // Less than a whole message more allows no further one.
+      // A limit just below another message must not allow it.
       for (const int64_t fit : {0, 10, 12}) {
         const int64_t limit = (fit + 1) * longest - 1;
         const auto allowed = std::clamp<int64_t>(fit, row.least, row.most) + row.together - 1;
@@ -110,8 +110,8 @@ void test_limits() {
   }
 }
 
-// A ring's rank begins with a wave of its chunks and waits there for its neighbour's, so what it
-// may leave unread is told by that wave: it is a part of the limit, or a message.
+// A rank sends one wave of chunks and waits for those of its neighbour. The size of a wave is a
+// fraction of the limit, but at least one message.
 void test_ring() {
   for (const int size : {2, 5}) {
     const Row row{CGX_ALLREDUCE, CGX_RING, std::vector<int>(size, 0), 8, 512, 0, 0, 0};
@@ -123,7 +123,7 @@ void test_ring() {
   }
 }
 
-// Many waves: the same sums, whatever the limit.
+// Many waves give the same sums as one.
 void test_waves() {
   constexpr int kSize = 3;
   constexpr int64_t kNumel = 3 << 20;
@@ -146,7 +146,7 @@ void test_waves() {
 }  // namespace
 
 int main() {
-  setenv("CGX_THREADS", "1", 1);  // each of them may send one message more
+  setenv("CGX_THREADS", "1", 1);  // each additional thread may send one more message
   test_limits();
   test_ring();
   test_waves();

@@ -1,5 +1,5 @@
-// An allreduce that its caller carries (cgx.h, section 5): any messages, in memory of exactly the
-// lengths that cgx_carried_plan tells, are decoded or refused.
+// An allreduce whose messages the caller transfers (cgx.h, section 5). Any messages of the lengths
+// of cgx_carried_plan are decoded or rejected. Buffers have exactly these lengths.
 #include "cgx/cgx.h"
 #include "input.h"
 
@@ -44,13 +44,13 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   carried.rank = input.below(6);
   carried.call = &call;
   call.config.compressor = input.below(CGX_RANDK + 1);
-  if (call.config.compressor != CGX_UNIFORM) {  // what all others have
+  if (call.config.compressor != CGX_UNIFORM) {  // all other compressors require this
     call.config.rounding = CGX_CODECS_OWN;
     call.config.gather_bits = call.config.skip_incomplete_buckets = 0;
     for (auto& segment : segments) segment.bits = segment.bits == 32 ? 32 : 4;
   }
-  // Places, lengths and seeds in a message may make no sense.
-  const bool refuses = call.config.compressor >= CGX_TOPK;
+  // Indices, lengths and seeds in a message may be invalid.
+  const bool may_reject = call.config.compressor >= CGX_TOPK;
   int32_t algorithm = 0;
   std::vector<int64_t> scatter(carried.size), gather(carried.size);
   if (cgx_carried_plan(&carried, &algorithm, scatter.data(), gather.data()) != CGX_OK) return 0;
@@ -60,12 +60,12 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
     Bytes message(gather[carried.rank]);
     const bool reduced = cgx_carried_reduce(&carried, arrived.data(), arrived.size(),
                                             message.data(), message.size()) == CGX_OK;
-    FUZZ_CHECK(reduced || refuses);
+    FUZZ_CHECK(reduced || may_reject);
   }
   const int64_t stride = std::max<int64_t>(0, longest + input.below(2) * input.number<int8_t>());
   const Bytes gathered = input.pattern(stride * carried.size);
   const bool decoded = cgx_carried_decode(&carried, gathered.data(), gathered.size()) == CGX_OK;
   const bool fits = carried.size == 1 || stride >= longest;
-  FUZZ_CHECK(decoded == fits || (refuses && !decoded));
+  FUZZ_CHECK(decoded == fits || (may_reject && !decoded));
   return 0;
 }

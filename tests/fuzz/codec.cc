@@ -1,6 +1,6 @@
-// Decoding: any bytes of any length, as a message of any settings of any compressor. A message of
-// the wrong length is refused; one of the right length is decoded, by all CPU targets to the same
-// bits, unless its places make no sense; and nothing beyond it is read or written.
+// Decodes any bytes with any settings of any compressor. A message of a wrong length is rejected.
+// One of the right length is decoded to the same bits by all CPU targets, unless its indices are
+// invalid. No byte outside of the message is read or written.
 #include "compressor/codec.h"
 
 #include <cstring>
@@ -18,7 +18,7 @@ namespace {
 
 using Bytes = std::vector<std::byte>;
 
-// Any of the bytes of settings, of which some make no sense.
+// Settings from any bytes, some of them invalid.
 cgx_codec_t any_codec(Input& input) {
   auto codec = make<cgx_codec_t>();
   codec.dtype = input.number<int8_t>();
@@ -47,7 +47,7 @@ void same_on_all_targets(int64_t bytes, const Decode& decode) {
   }
 }
 
-// Any that make sense: a config's checks are not the codec's.
+// Valid settings, since checking a config is not the codec's task.
 CodecSettings any_settings(Input& input) {
   constexpr int kBits[] = {1, 2, 3, 4, 5, 6, 7, 8, kExactBits};
   constexpr int kValueBits[] = {1, 2, 3, 4, 5, 6, 7, 8, 16, 32};

@@ -1,6 +1,6 @@
-// Rank 0's engine, whose peers send what the fuzzer wants: headers and values as they should be,
-// spoiled ones, and any bytes, while a collective of each algorithm is in flight. It ends: done, or
-// with an Error; whatever comes is in memory of exactly its length.
+// The engine of rank 0. Its peers send valid headers and values, corrupted ones, and any bytes,
+// while a collective of each algorithm is in flight. The collective must complete or raise an
+// Error. Each message is in memory of exactly its length.
 #include "engine/engine.h"
 
 #include <array>
@@ -20,8 +20,8 @@ using namespace cgx;
 namespace {
 
 constexpr int kSize = 4;
-constexpr int kCalls = 2;              // one after another
-constexpr int64_t kMessageBytes = 80;  // so that few values make several messages
+constexpr int kCalls = 2;              // consecutive calls
+constexpr int64_t kMessageBytes = 80;  // small, so that few values need several messages
 
 struct Scenario {
   cgx_verb_t verb;
@@ -30,7 +30,7 @@ struct Scenario {
   int64_t numel;
   int bits;
 };
-// Of the last two the algorithm is not in a plan.
+// The last two algorithms are not part of a plan.
 constexpr Scenario kScenarios[] = {
     {CGX_ALLREDUCE, CGX_ONE_SHOT, {0, 0, 0, 0}, 64, 4},
     {CGX_ALLREDUCE, CGX_ONE_SHOT, {0, 0, 0, 0}, 500, 8},
@@ -45,8 +45,8 @@ constexpr Scenario kScenarios[] = {
 };
 constexpr int kExchange = std::size(kScenarios) - 2, kRelay = kExchange + 1;
 
-// Delivers one message after another as the input has it, then the loss of all peers: so no
-// collective waits for a deadline.
+// Delivers the messages that the input describes, then the loss of all peers. So no collective
+// waits for a deadline.
 class ScriptedTransport : public Transport, private Arrival::Release {
  public:
   explicit ScriptedTransport(Input& input) : input_(input) {}
@@ -69,16 +69,16 @@ class ScriptedTransport : public Transport, private Arrival::Release {
     while (!input_.empty() && !own_header_.empty()) {
       const int source = 1 + input_.below(kSize - 1);
       switch (input_.below(6)) {
-        case 0:  // as it should be, if peers call the same
+        case 0:  // valid, if peers make the same call
           sink.on_control(source, own_header_);
           break;
         case 1:
-          deliver_control(sink, source, input_.spoiled(own_header_));
+          deliver_control(sink, source, input_.corrupted(own_header_));
           break;
         case 2:
           deliver_control(sink, source, input_.bytes(input_.below(200)));
           break;
-        case 3: {  // on the channel that it should have
+        case 3: {  // on the expected channel
           const auto channel = static_cast<uint32_t>(2 * calls_ + input_.below(2));
           const Slot slot{channel, sent_[{source, channel}]++};
           deliver_bulk(sink, source, slot, lengths_[input_.below(lengths_.size())]);
@@ -87,7 +87,7 @@ class ScriptedTransport : public Transport, private Arrival::Release {
         case 4:
           deliver_bulk(sink, source, input_.number<Slot>(), input_.number<uint8_t>());
           break;
-        case 5:  // what has come is worked on before the rest comes
+        case 5:  // the engine processes the messages so far
           return true;
       }
     }
@@ -102,7 +102,7 @@ class ScriptedTransport : public Transport, private Arrival::Release {
   bool drained() const override { return true; }
   void leave(bool, const std::string&) override {}
 
-  // A collective with messages of these lengths begins.
+  // Starts a collective with messages of these lengths.
   void begin(int calls, std::vector<size_t> lengths) {
     calls_ = calls;
     lengths_ = std::move(lengths);
@@ -124,19 +124,19 @@ class ScriptedTransport : public Transport, private Arrival::Release {
   int calls_ = 0;
   bool lost_ = false;
   std::map<std::pair<int, uint32_t>, uint32_t> sent_;  // messages so far, by source and channel
-  std::vector<size_t> lengths_;                        // that messages should have
+  std::vector<size_t> lengths_;                        // lengths of valid messages
   std::unordered_map<uint64_t, Bytes> held_;
   uint64_t next_token_ = 0;
 };
 
-// What a collective works on, until it has ended.
+// The buffers of a collective.
 struct Memory {
   std::vector<float> input, output;
   Bytes outgoing[kSize], incoming[kSize];
   std::vector<Bytes> blobs{kSize};
 };
 
-// An algorithm, and how long its messages are.
+// Makes an algorithm and stores the lengths of its messages.
 std::unique_ptr<Algorithm> make(int which, Memory& memory, Agreement* agreement,
                                 std::vector<size_t>* lengths) {
   if (which == kExchange) {

@@ -1,5 +1,5 @@
-// Control messages: whatever bytes come, they are read as a message, which has as many bytes when
-// it is written again, or refused with an Error that names the sender.
+// Any bytes are read as a control message of the same length, or rejected with an Error that names
+// the sender.
 #include "base/status.h"
 #include "engine/header.h"
 #include "input.h"
@@ -15,15 +15,15 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
     header.serial = input.number<uint32_t>();
     header.eager = input.bytes(input.below(64));
     header.refused = {static_cast<cgx_status_t>(input.below(4)), std::string(input.below(40), 'r')};
-    message = input.spoiled(write_header(header));
+    message = input.corrupted(write_header(header));
   } else if (kind == 1) {
-    message = input.spoiled(write_cancel(
+    message = input.corrupted(write_cancel(
         {input.number<uint32_t>(), {static_cast<cgx_status_t>(input.below(4)), "reason"}}));
   } else if (kind == 2) {
-    message = input.spoiled(
+    message = input.corrupted(
         write_answer({input.number<uint32_t>(), std::vector<int32_t>(input.below(9), 1)}));
   } else if (kind == 3) {
-    message = input.spoiled(write_abort({"reason", std::vector<uint32_t>(input.below(9), 1)}));
+    message = input.corrupted(write_abort({"reason", std::vector<uint32_t>(input.below(9), 1)}));
   } else {
     message = input.rest();
   }

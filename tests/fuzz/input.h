@@ -1,5 +1,5 @@
-// What a fuzzer gives, read from the front: numbers, bytes, or zeros where there is no more. And
-// memory of exactly the length that is meant, so that AddressSanitizer sees a step beyond it.
+// Reads numbers and bytes from a fuzzer's input; zeros after its end. Buffers have exactly the
+// requested length, so that AddressSanitizer detects accesses beyond it.
 #pragma once
 
 #include <algorithm>
@@ -11,7 +11,7 @@
 #include <span>
 #include <vector>
 
-// Called with any bytes; returns 0.
+// Runs the target on an input; returns 0.
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size);
 
 #define FUZZ_CHECK(condition)                                                     \
@@ -35,11 +35,11 @@ class Input {
     rest_ = rest_.subspan(bytes);
     return value;
   }
-  // Below `end`.
+  // A number in [0, end).
   int below(int end) { return number<uint8_t>() % end; }
   bool flag() { return number<uint8_t>() % 2 != 0; }
 
-  // `length` bytes, of which the input gives the first.
+  // `length` bytes; zeros after the end of the input.
   std::vector<std::byte> bytes(size_t length) {
     std::vector<std::byte> taken(length);
     const size_t given = std::min(length, rest_.size());
@@ -48,23 +48,23 @@ class Input {
     return taken;
   }
   std::vector<std::byte> rest() { return bytes(rest_.size()); }
-  // `length` bytes of a short pattern, so that short inputs make long messages.
+  // `length` bytes that repeat a short pattern, so that short inputs give long messages.
   std::vector<std::byte> pattern(size_t length) {
     const auto part = bytes(1 + below(16));
     std::vector<std::byte> made(length);
     for (size_t i = 0; i < length; ++i) made[i] = part[i % part.size()];
     return made;
   }
-  // The same bytes but for a few, and mostly as many.
-  std::vector<std::byte> spoiled(std::vector<std::byte> bytes) {
+  // A copy with a few changed bytes, and sometimes another length.
+  std::vector<std::byte> corrupted(std::vector<std::byte> bytes) {
     for (int changes = below(4); changes > 0 && !bytes.empty(); --changes) {
       const size_t at = number<uint16_t>() % bytes.size();
       bytes[at] ^= number<std::byte>();
     }
     bytes.resize(near(bytes.size()));
-    return {bytes.begin(), bytes.end()};  // of exactly that capacity
+    return {bytes.begin(), bytes.end()};  // without spare capacity
   }
-  // Mostly that length, else one a little shorter or longer.
+  // Usually `length`, sometimes a slightly smaller or larger number.
   size_t near(size_t length) {
     const int change = number<int8_t>();
     if (change % 4 != 0) return length;

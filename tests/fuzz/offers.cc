@@ -1,7 +1,7 @@
-// What ranks tell each other while they connect: peers' blobs are this rank's own, spoiled, or any
-// bytes. A communicator comes up, or an Error says why not.
+// The offers that ranks exchange to connect. A peer's offer is this rank's own, a corrupted one, or
+// any bytes. The ranks connect, or an Error is raised.
 //
-// Only threads' transport is tried: processes' would open whatever files an offer names.
+// Only the thread transport is tested, since others would open any file that an offer names.
 #include "base/status.h"
 #include "connect.h"
 #include "input.h"
@@ -14,7 +14,7 @@ constexpr int kSize = 2;
 constexpr std::chrono::seconds kTimeout(1);
 
 Bytes of_peer(Input& input, const Bytes& mine) {
-  return input.below(4) == 0 ? input.bytes(input.number<uint16_t>() % 1024) : input.spoiled(mine);
+  return input.below(4) == 0 ? input.bytes(input.number<uint16_t>() % 1024) : input.corrupted(mine);
 }
 
 void connect_threads(Input& input) {
@@ -25,7 +25,8 @@ void connect_threads(Input& input) {
   connector->connect(offers, {{true, true}, kTimeout})->leave(true, "");
 }
 
-// Without MPI no offer of its transport is made, so this ends after the words before.
+// Requests the transport MPI, which has no offer without MPI. So this ends after the first
+// exchange.
 void bootstrap(Input& input) {
   const Allgather allgather = [&](const Bytes& mine) {
     return std::vector<Bytes>{mine, of_peer(input, mine)};

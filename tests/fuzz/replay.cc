@@ -1,5 +1,5 @@
-// Runs a fuzz target on the files of the folders that are named: what `make test` does with the
-// corpus, without libFuzzer.
+// Runs a fuzz target on all files of the given folders, without libFuzzer. `make test` runs the
+// corpus this way.
 #include <cstdio>
 #include <filesystem>
 #include <fstream>

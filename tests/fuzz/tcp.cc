@@ -1,8 +1,8 @@
-// What a connection of TCP brings before and after it is proven: any bytes, or a rank's own that
-// were spoiled.
+// The bytes of a TCP connection during and after the handshake: any bytes, or corrupted messages of
+// a rank.
 //
-//   handshake  nobody is proven who does not know the key, and no more is read than it awaits
-//   frames     any stream, cut anywhere: frames are what the stream has at their place, or an Error
+//   handshake  a peer without the key is not authenticated, and only the expected length is read
+//   frames     a stream of any bytes in any pieces: frames equal the stream's bytes, or an Error
 #include <cstring>
 
 #include "base/status.h"
@@ -16,31 +16,31 @@ namespace {
 
 constexpr SipKey kKey{0x1234, 0x5678}, kForeignKey{0x1234, 0x5679};
 
-// The other side answers without the key, or spoils what was said with it.
-void meet(Input& input) {
-  const bool dials = input.flag(), knows = input.flag();
+// The peer answers without the key, or with corrupted messages.
+void run_handshake(Input& input) {
+  const bool dials = input.flag(), has_key = input.flag();
   auto ours = dials ? Handshake::dial(kKey, 2, 1) : Handshake::accept(kKey, 2, 4);
-  const SipKey& key = knows ? kKey : kForeignKey;
+  const SipKey& key = has_key ? kKey : kForeignKey;
   auto theirs = dials ? Handshake::accept(key, 1, 4) : Handshake::dial(key, 3, 2);
-  Bytes said = dials ? theirs.opening() : theirs.take(ours.opening());
-  bool spoiled = false;
+  Bytes sent = dials ? theirs.opening() : theirs.take(ours.opening());
+  bool corrupted = false;
   while (ours.state() == Handshake::State::kGoing) {
-    Bytes heard = input.below(4) == 0 ? input.bytes(ours.awaits()) : input.spoiled(said);
-    heard.resize(ours.awaits());  // a connection gives exactly that many
-    spoiled |= heard != said;
-    const Bytes answer = ours.take(heard);
-    said = answer.size() == theirs.awaits() ? theirs.take(answer) : Bytes();
-    said.resize(ours.awaits());
+    Bytes received = input.below(4) == 0 ? input.bytes(ours.awaits()) : input.corrupted(sent);
+    received.resize(ours.awaits());  // a connection reads exactly this length
+    corrupted |= received != sent;
+    const Bytes answer = ours.take(received);
+    sent = answer.size() == theirs.awaits() ? theirs.take(answer) : Bytes();
+    sent.resize(ours.awaits());
   }
-  FUZZ_CHECK((ours.state() == Handshake::State::kProven) == (knows && !spoiled));
+  FUZZ_CHECK((ours.state() == Handshake::State::kProven) == (has_key && !corrupted));
   FUZZ_CHECK(ours.awaits() == 0);
 }
 
-// A frame longer than this never comes whole here. Its block is not asked for: AddressSanitizer
-// marks every byte of it, which takes milliseconds for gigabytes.
+// A longer frame never arrives completely in this test. It is not read, since AddressSanitizer
+// marks every byte of its block, which takes milliseconds for gigabytes.
 constexpr uint32_t kLongestAnnounced = 1 << 17;
 
-bool announces_too_much(std::span<const std::byte> stream) {
+bool next_frame_is_too_long(std::span<const std::byte> stream) {
   FrameHeader header;
   if (stream.size() < sizeof(header)) return false;
   std::memcpy(&header, stream.data(), sizeof(header));
@@ -50,21 +50,22 @@ bool announces_too_much(std::span<const std::byte> stream) {
 void read_stream(Input& input) {
   BlockPool blocks;
   FrameReader reader(&blocks);
-  static Bytes stream;  // all that was received; the memory is every input's
+  static Bytes stream;  // all received bytes; static, to reuse the memory
   stream.clear();
-  size_t taken = 0;                                         // of it, as frames
-  std::vector<std::pair<FrameReader::Frame, size_t>> held;  // and where their payload was
+  size_t taken = 0;  // bytes of `stream` that were returned as frames
+  std::vector<std::pair<FrameReader::Frame, size_t>>
+      held;  // frames, and the offsets of their payloads
   const auto unchanged = [&](const FrameReader::Frame& frame, size_t at) {
     FUZZ_CHECK(std::memcmp(frame.payload.data(), stream.data() + at, frame.payload.size()) == 0);
   };
   while (!input.empty() && stream.size() < 160'000) {
     Bytes part;
-    if (input.below(4) != 0) {  // a frame that can be; some are longer than a block
+    if (input.below(4) != 0) {  // a valid frame; some are longer than a block
       const uint32_t size = input.below(64) == 0 ? 70'000 : input.number<uint8_t>();
       const FrameHeader header{size, FrameHeader::kBulk, input.number<uint8_t>(), 1};
       part = to_bytes(header);
       part.resize(part.size() + size + frame_padding(size));
-      part = input.spoiled(part);
+      part = input.corrupted(part);
     } else {
       part = input.bytes(input.below(64));
     }
@@ -86,7 +87,7 @@ void read_stream(Input& input) {
         unchanged(*frame, payload);
         if (input.flag()) held.emplace_back(std::move(*frame), payload);
       }
-      if (announces_too_much(std::span(stream).subspan(taken))) return;
+      if (next_frame_is_too_long(std::span(stream).subspan(taken))) return;
     }
   }
   for (const auto& [frame, payload] : held) unchanged(frame, payload);
@@ -97,7 +98,7 @@ void read_stream(Input& input) {
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   Input input(data, size);
   try {
-    input.flag() ? meet(input) : read_stream(input);
+    input.flag() ? run_handshake(input) : read_stream(input);
   } catch (const Error&) {
   }
   return 0;
