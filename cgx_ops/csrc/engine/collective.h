@@ -46,7 +46,7 @@ struct Collective {
   std::shared_ptr<SendState> sends;
   std::vector<std::array<uint32_t, 2>> sent;   // messages so far, per destination and part
   std::vector<std::pair<int, Arrival>> early;  // bulk messages that arrived before a header
-  std::optional<Error> shortage;  // why this rank cannot continue, e.g. out of memory
+  std::optional<Error> shortage;               // why this rank cannot continue, e.g. out of memory
   // Answers to the inquiry after the deadline, per rank: the ranks it waits for. Empty: no inquiry.
   std::vector<std::optional<std::vector<int32_t>>> answers;
 

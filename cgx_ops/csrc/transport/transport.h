@@ -62,8 +62,8 @@ class SendState {
 
   int unsent() const {
     return unsent_;
-  }                                               // not handed over yet: the sender must make
-                                                  // progress
+  }  // not handed over yet: the sender must make
+     // progress
   int unreleased() const { return unreleased_; }  // limits the messages in flight of a collective
   bool unread_by(int rank) const { return unread_by_[rank] != 0; }
 
