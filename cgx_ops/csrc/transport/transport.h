@@ -60,10 +60,7 @@ class SendState {
   void give_up() { given_up_ = true; }
   bool given_up() const { return given_up_; }
 
-  int unsent() const {
-    return unsent_;
-  }  // not handed over yet: the sender must make
-     // progress
+  int unsent() const { return unsent_; }  // not handed over to the peer, kernel or MPI
   int unreleased() const { return unreleased_; }  // limits the messages in flight of a collective
   bool unread_by(int rank) const { return unread_by_[rank] != 0; }
 
