@@ -228,7 +228,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results there")
     parser.add_argument("--plot", metavar="FILE", help="also draw the second moments")
     parser.add_argument(
-        "--docs", type=Path, metavar="PAGE", help="also put the tables between the page's markers"
+        "--docs", type=Path, metavar="PAGE", help="also put the moments between the page's markers"
     )
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -238,8 +238,7 @@ def main() -> None:
     if options.plot:
         plots.adamw_noise(report).savefig(options.plot, dpi=100)
     if options.docs:
-        bodies = (documents.body_of(table) for table in report.tables)
-        documents.insert(options.docs, dict(zip(("moments", "frozen"), bodies, strict=True)))
+        documents.insert(options.docs, {"moments": documents.body_of(report.tables[0])})
 
 
 if __name__ == "__main__":

@@ -313,6 +313,8 @@ def adamw(report: Report) -> Figure:
                     for (method, seed), loss in losses_of.items()
                     if method == name and ("exact", seed) in losses_of and math.isfinite(loss)
                 ]
+                if not more and any(method == name for method, _ in losses_of):
+                    panel.text(0.01, place + shift, "diverges", color=color, va="center")
                 if more:
                     y, mean = place + shift, sum(more) / len(more)
                     panel.plot(more, [y] * len(more), "|", color=color, markersize=7)
