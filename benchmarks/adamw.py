@@ -332,9 +332,9 @@ def table_of(found: Found, task: str) -> Table:
     rows, counts = [], set[int]()
     for method in METHODS:
         mine, third = (of(found, task, method, rate) for rate in (best, best / 3))
-        if not mine or not third:
+        if not mine:
             continue
-        counts |= {len(mine), len(third)}
+        counts |= {len(mine), len(third)} - {0}
         if method == EXACT:
             cells = [spread([t.loss for t in each], ".3f") for each in (mine, third)]
         else:
