@@ -44,8 +44,7 @@ EXACT, DEFAULT, TARGET = "gloo", "4 bits", 0.6
 # The methods of the page; the report has all of them.
 ON_PAGE = (
     EXACT, "gloo, fp16", "gloo, PowerSGD", "8 bits", DEFAULT, "levels, 2 bits", "levels, 1 bit",
-    "ternary", "topk 1 %", "PowerSGD", "DGC 1 %", "1-bit Adam", "SigNUM", "DiLoCo, 4 bits",
-    "SparseLoCo",
+    "ternary", "topk 1 %", "PowerSGD", "1-bit Adam", "SigNUM", "SparseLoCo",
 )  # fmt: skip
 WARM, ALONE = "warm-up of ", "compute alone"  # as method_steps.py has it
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(EXAMPLES)}
