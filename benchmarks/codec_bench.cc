@@ -1,9 +1,8 @@
 // Measures every codec operation on one core, and memcpy of the same values. codec.py runs it.
 //
 //   codec_bench time NUMEL ROUNDS   for each operation, prints its seconds per call in every round
-//   codec_bench count NUMEL         calls each operation once inside run_case(), for callgrind,
-//   which
-//                                   counts instructions there only and dumps after each
+//   codec_bench count NUMEL         calls each operation once in run_case(), where callgrind counts
+//                                   instructions
 //
 // quantize-residual is quantize with error feedback: it adds the old residual and writes the new
 // one.
