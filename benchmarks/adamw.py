@@ -278,8 +278,8 @@ def train(
             averager.sent += 4 * training.numel
             update = moments.update(np.mean(gradients, 0))
         else:
-            momenta = [moments.m + (1 - BETAS[0]) * (g - moments.m) for g in gradients]
-            moments.m = averager.mean(momenta)
+            momenta = [BETAS[0] * moments.m + (1 - BETAS[0]) * g for g in gradients]
+            moments.m = averager.mean([m.astype(np.float32, copy=False) for m in momenta])
             update = moments.step(moments.m)
         training.step(update)
     bits = 8 * averager.sent / steps / training.numel

@@ -314,7 +314,9 @@ def adamw(report: Report) -> Figure:
                     if method == name and ("exact", seed) in losses_of and math.isfinite(loss)
                 ]
                 if not more and any(method == name for method, _ in losses_of):
-                    panel.text(0.01, place + shift, "diverges", color=color, va="center")
+                    panel.text(
+                        0.01, place + 1.5 * shift, "diverges", color=color, va="center", size=8
+                    )
                 if more:
                     y, mean = place + shift, sum(more) / len(more)
                     panel.plot(more, [y] * len(more), "|", color=color, markersize=7)
