@@ -74,8 +74,7 @@ inline std::string text_of(const Coding& coding) {
               coding.drawn);
 }
 
-// All encodings that GPUs support: exact values, uniform buckets, then formats with separate
-// kernels.
+// All encodings that GPUs support: exact values, uniform buckets, then others.
 inline std::vector<Coding> codings() {
   using enum BucketFormat;
   std::vector<Coding> all = {{}};

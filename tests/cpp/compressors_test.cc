@@ -72,8 +72,8 @@ void same_by_all(int64_t bytes, const std::string& where, const Work& work) {
 }
 
 void test_format(const FormatRow& row, int bits, Dtype dtype, Data kind, int64_t bucket_size) {
-  if (dtype != Dtype::kFloat32 && row.format != BucketFormat::kUniform)
-    return;  // codecs widen first
+  // For other formats, codecs widen the values to fp32 first.
+  if (dtype != Dtype::kFloat32 && row.format != BucketFormat::kUniform) return;
   std::mt19937 random(bits);
   for (const int64_t numel : {int64_t{1}, int64_t{17}, int64_t{1300}}) {
     const BucketRun run{.numel = numel,
@@ -225,8 +225,7 @@ std::vector<CodecSettings> all_settings() {
   return rows;
 }
 
-// The bytes and values of a bucket do not depend on the surrounding buffer. Uses the default
-// target.
+// The bytes and values of a bucket do not depend on the surrounding buffer.
 void test_codec_row(const CodecSettings& settings, Data kind, int64_t numel) {
   const std::string where =
       join(codec_entry(settings).name, " bits ", settings.bits, " skip ",

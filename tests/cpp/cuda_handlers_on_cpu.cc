@@ -3,8 +3,7 @@
 //
 //   collective_execute, allreduce_q   call the handlers with a fake stream, since XLA:CPU has none
 //   cgx_enqueue                       checks that the call uses this stream, and runs it on the
-//   CPU;
-//                                     or fails as many times as fail_next() requests
+//                                     CPU; or fails as many times as fail_next() requests
 #include <dlfcn.h>
 
 #include <atomic>

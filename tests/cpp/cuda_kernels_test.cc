@@ -333,8 +333,7 @@ void test_decode(Dtype dtype, Data kind, const std::vector<Shape>& shapes,
     const int64_t bytes =
         compressor->encode(dtype, values.data(), shape.numel, shape.first_index, {}, message);
     if (is_plain(shape.coding) && !is_exact(shape.coding) && bytes >= 8 && pick(4) == 0) {
-      constexpr uint32_t kNoRankWrites[] = {
-          0xfffd3f09, 0xfff629ff};  // two NaNs with payloads that no encoder writes
+      constexpr uint32_t kNoRankWrites[] = {0xfffd3f09, 0xfff629ff};  // two NaNs
       std::memcpy(message, kNoRankWrites, sizeof(kNoRankWrites));
     }
     Memory result(static_cast<size_t>(shape.numel * size_of(dtype)));
@@ -352,8 +351,7 @@ void test_pieces() {
     for (const int64_t bucket_size : kBucketSizes) {
       if (test::is_whole(coding) && bucket_size > kMostWholeOnDevices) continue;
       for (const int64_t numel : kLengths) {
-        if (numel > 10000 && bucket_size < 64 && coding.bits % 4 != 0)
-          continue;  // skip buckets of few bytes
+        if (numel > 10000 && bucket_size < 64 && coding.bits % 4 != 0) continue;  // tiny records
         const Dtype dtype = kDtypes[++turn % 3];
         const auto rounding = static_cast<RoundingMode>(turn / 3 % 3);
         const auto kind = static_cast<Data>(turn % static_cast<int>(Data::kEnd));

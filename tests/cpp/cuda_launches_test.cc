@@ -1,5 +1,5 @@
-// Tests the host-side code around GPU kernels: how buckets are distributed over thread groups, and
-// Signals between ranks that are threads. Exits with 1 if any check failed.
+// Runs the code around the GPU kernels on the host: how buckets are distributed over thread groups,
+// and Signals between ranks that are threads. Exits with 1 if any check failed.
 #include <algorithm>
 #include <array>
 #include <atomic>
@@ -188,8 +188,7 @@ void test_signals() {
     });
     for (int rank = 0; rank < 2; ++rank) {
       const Report& report = world[rank].report;
-      // The first rank to detect it gives up only later exchanges, so the other rank detects it,
-      // too.
+      // The first rank to detect it gives up only later exchanges, so the other does, too.
       CHECK(report.status == CGX_MISMATCH, join("rank ", rank));
       CHECK(report.rank == 1 - rank && report.exchange == 2, join("rank ", rank));
       CHECK(report.ours.digest == (rank == 0 ? 2u : 3u), join("rank ", rank));

@@ -126,13 +126,13 @@ class Rank {
       call.residuals = residual_at_.data();
     }
   }
-  // runs the call on the CPU
+  // Runs the call on the CPU
   void run(Communicator& communicator) {
     call.device = CGX_CPU;
     give_seeds(/*on_device=*/false);
     communicator.run(call);
   }
-  // runs the call on the device
+  // Runs the call on the device
   void enqueue(Communicator& communicator, FakeDevice& device, FakeQueue& stream) {
     call.device = CGX_CUDA;
     call.stream = &stream;

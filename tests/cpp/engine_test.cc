@@ -51,8 +51,7 @@ void test_results(const char* transport, int size) {
 // Starts `count` named collectives from `starters` threads. Each rank starts them in a different
 // order, and all are in flight together.
 void test_any_order(const char* transport, int size, int count, int starters) {
-  const Ranks ranks(size, transport, 600,
-                    "any_order");  // takes minutes under TSan on a busy machine
+  const Ranks ranks(size, transport, 600, "any_order");  // TSan on a busy machine is slow
   const auto numel_of = [](int call) { return (call * 2654435761u >> 7) % 3000; };
   ranks.run([&](int rank, int32_t comm) {
     std::vector<int> order(count);
@@ -108,9 +107,8 @@ void test_blocked_rank(const char* transport) {
     ring.call.config.algorithm = CGX_RING;
     if (rank != 2) ring.call.timeout_s = 1;
     cgx_request_t* around = rank == 2 ? ring.start() : nullptr;
-    if (rank != 2)
-      std::this_thread::sleep_for(
-          std::chrono::milliseconds(200));  // until rank 2 has announced the ring
+    // By then, rank 2 has announced the ring.
+    if (rank != 2) std::this_thread::sleep_for(std::chrono::milliseconds(200));
     cgx_request_t* held = holds.start();
     if (rank == 2) {
       const auto sleep = [](void*, cgx_status_t, const char*) {
@@ -191,7 +189,7 @@ void test_leaving_rank(const char* transport) {
   ranks.comms.clear();
 }
 
-// First with no call in flight, then while a collective waits for a present rank.
+// First with no call in flight, then while a collective waits for a rank that is present.
 void test_finding_a_lost_rank(const char* transport) {
   Ranks ranks(3, transport, 60, "find");
   ok(cgx_comm_find_lost(ranks.comms[0], 0.05));
@@ -227,7 +225,7 @@ void test_many_messages(const char* transport) {
   }
 }
 
-// More ranks than sra keeps messages in flight.
+// With more ranks than sra may have messages in flight.
 void test_many_ranks() {
   constexpr int kSize = 80;
   const Ranks ranks(kSize, "AUTO", 120, "many_ranks");

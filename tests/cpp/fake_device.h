@@ -447,7 +447,7 @@ class FakeDevice final : public Device {
     return std::make_unique<FakeStream>(static_cast<FakeQueue*>(stream));
   }
   bool recording(void*) override { return is_recording; }
-  void synchronize() override {}  // does nothing, so that no stream capture is disturbed
+  void synchronize() override {}  // needed only after graph captures
   Memory allocate(size_t bytes, Place) override {
     require(bytes <= memory_left, CGX_SYSTEM, bytes, " bytes wanted on ", name(), ", ", memory_left,
             " are left");

@@ -5,9 +5,8 @@
 //   truncate, grow           the receiver's error names the sender
 //   duplicate, reorder       as above, or all values are correct if the fault has no effect
 //   drop                     a rank times out, unless the fault has no effect
-//   foreign                  as above, on the receiver. Other ranks' values are not checked, since
-//   the
-//                            receiver may have forwarded the data before it detected the fault
+//   foreign                  as above, on the receiver. Other ranks' values are not checked,
+//                            since the receiver may have forwarded wrong data before the error
 //   flip                     ends. Changed values are not detected, since there is no checksum
 //
 //   faults_test [first seed] [number of seeds]
@@ -274,8 +273,8 @@ bool waits_for_deadline(FaultKind kind) {
 // Returns how the case violates the rules above, "" if it does not.
 std::string violation(const Case& each) {
   const FaultKind kind = each.fault.kind;
-  const bool soon =
-      waits_for_deadline(kind);  // a busy machine may miss this deadline, too: not an error
+  // With a short deadline, a busy machine may time out without a fault.
+  const bool soon = waits_for_deadline(kind);
   const auto fault = std::make_shared<Fault>(each.fault);
   const auto ends = run(*each.subject, each.receiver, soon ? kSoon : kLate, fault);
   const bool harmless = kind == FaultKind::kNone || kind == FaultKind::kDelay || fault->sender < 0;

@@ -87,8 +87,7 @@ class FaultyTransport : public Transport, private Sink, private Arrival::Release
   // A control message, a bulk message or an event, which is passed on unchanged.
   struct Message {
     int source;
-    std::optional<Arrival>
-        arrival;  // set for bulk messages; holds the sender's memory until released
+    std::optional<Arrival> arrival;  // of a bulk message: holds the sender's memory
     Bytes bytes;
     std::function<void(Sink&)> event;
   };

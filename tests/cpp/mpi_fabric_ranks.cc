@@ -1,9 +1,8 @@
 // The wire `mpi` between processes, each with a simulated device whose memory any MPI can access.
 // tests/core/test_mpi_fabric.py starts this program under mpirun. Its argument is one of:
 //
-//   cases    results are bitwise equal to those on CPUs: all ranks, subsets, several communicators
-//   at
-//            the same time; and ranks for which the wire is not available
+//   cases    results are bitwise equal to those on CPUs: all ranks, subsets, concurrent
+//            communicators, and ranks for which the wire is not available
 //   tiny     a few cases, for many ranks
 //   late     messages that are never received. The last rank's device starts too late, and the rank
 //            stays when the others leave

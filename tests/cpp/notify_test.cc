@@ -103,8 +103,7 @@ void test_once_per_request(const char* transport) {
   });
 }
 
-// A deadline, a peer that leaves, and a close on this rank: the callback gets the error of
-// cgx_wait.
+// A deadline, a peer that leaves, and a close on this rank: the callback gets its error.
 void test_failures(const char* transport) {
   struct Failure {
     cgx_status_t status;
@@ -144,7 +143,7 @@ void test_failures(const char* transport) {
 }
 
 // Collectives that complete at any moment around the call of cgx_notify. Another thread of the rank
-// waits for a collective that the peer starts last, and completes the others meanwhile.
+// waits for a collective that the peer starts last, and also completes the others.
 void test_races(const char* transport) {
   constexpr int kRounds = 150, kTogether = 16;
   const Ranks ranks(2, transport, 60, "races");

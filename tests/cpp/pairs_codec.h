@@ -1,6 +1,5 @@
 // A codec for tests whose length is known only after encoding: pairs of index and value, for all
-// values of at least 0.5 in magnitude. After add_pairs_codec(), bits=3 with bucket_size=77 selects
-// it.
+// values of at least 0.5 in magnitude. Once added, bits=3 with bucket_size=77 selects it.
 #pragma once
 
 #include <cmath>

@@ -1,9 +1,9 @@
 // TCP between threads as ranks, over the loopback interface.
 //
-//   handshake   peers with the key are authenticated; others are rejected, even if they replay
-//   messages frames      complete, in order and aligned, however the stream is split rendezvous all
-//   ranks connect despite unauthenticated peers; missing ranks are named in time transport   both
-//   directions, the end of connections, and forked children without open descriptors
+//   handshake   peers with the key are authenticated; others are rejected, even with replays
+//   frames      complete, in order and aligned, however the stream is split
+//   rendezvous  all ranks connect despite unauthenticated peers; missing ranks are named in time
+//   transport   both directions, the end of connections, forked children
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
@@ -208,9 +208,8 @@ void ranks_connect_despite_unauthenticated_peers() {
   const SocketAddress listener = all.offers[0].addresses[0];
   // These connect before any rank, and stay connected.
   std::vector<FileDescriptor> unauthenticated;
-  for (int i = 0; i < 3; ++i)
-    unauthenticated.push_back(connected_to(listener));   // these send nothing
-  send(unauthenticated[1].get(), "G", 1, MSG_NOSIGNAL);  // this one is slow
+  for (int i = 0; i < 3; ++i) unauthenticated.push_back(connected_to(listener));
+  send(unauthenticated[1].get(), "G", 1, MSG_NOSIGNAL);  // the others send nothing
   const std::string garbage(200, 'x');
   unauthenticated.push_back(connected_to(listener));
   send(unauthenticated.back().get(), garbage.data(), garbage.size(), MSG_NOSIGNAL);
@@ -271,9 +270,7 @@ void a_rank_that_gave_up_reconnects() {
   std::vector<TcpRendezvous::Connected> connected(kSize);
   std::atomic<bool> gave_up = false, others_connected = false;
   in_threads(kSize, [&](int rank) {
-    if (rank == 1)
-      gave_up =
-          is_accepted(all.offers[0].addresses[0], all.key, 1, 0);  // then closes the connection
+    if (rank == 1) gave_up = is_accepted(all.offers[0].addresses[0], all.key, 1, 0);
     while (rank == 2 && !others_connected) std::this_thread::sleep_for(milliseconds(1));
     std::vector<bool> wants(kSize, true);
     if (rank > 0) wants[3 - rank] = false;

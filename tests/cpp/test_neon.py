@@ -27,7 +27,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def objects(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Compile the sources that need neither ranks nor MPI; return the objects."""
+    """Compile the sources that do not need ranks or MPI; return the objects."""
     folder = tmp_path_factory.mktemp("neon")
     sources = [
         *(CSRC / "compressor").glob("*.cc"),

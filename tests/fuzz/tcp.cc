@@ -53,8 +53,7 @@ void read_stream(Input& input) {
   static Bytes stream;  // all received bytes; static, to reuse the memory
   stream.clear();
   size_t taken = 0;  // bytes of `stream` that were returned as frames
-  std::vector<std::pair<FrameReader::Frame, size_t>>
-      held;  // frames, and the offsets of their payloads
+  std::vector<std::pair<FrameReader::Frame, size_t>> held;  // with the payloads' offsets
   const auto unchanged = [&](const FrameReader::Frame& frame, size_t at) {
     FUZZ_CHECK(std::memcmp(frame.payload.data(), stream.data() + at, frame.payload.size()) == 0);
   };
