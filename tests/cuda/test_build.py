@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(
 
 @cache
 def _dump(*options: str) -> str:
-    # cuobjdump calls nvdisasm; the packages install both there, a CUDA toolkit in its own folder.
+    # cuobjdump calls nvdisasm, so both must be in one folder: of the packages or of a toolkit.
     folders = [f"{sysconfig.get_path('purelib')}/nvidia/cu13/bin", "/usr/local/cuda/bin"]
     tool = next(filter(None, (shutil.which("cuobjdump", path=f) for f in [*folders, None])), None)
     assert tool, "pip install nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm"
@@ -45,7 +45,7 @@ def _usage(*options: str) -> dict[str, str]:
 
 @cache
 def _code(architecture: str) -> dict[str, str]:
-    """Return the machine code of each kernel of uniform buckets and exact values, by its name."""
+    """Return the machine code of the kernels of uniform buckets and exact values, by name."""
     one = ("--gpu-architecture", architecture)
     names = ",".join(name for name in _usage(*one) if "UniformFormat" in name)
     code = _dump("--dump-sass", *one, "--function", names)
@@ -60,14 +60,14 @@ def _named(launch: str, dtype: str, kernels: dict[str, str]) -> Iterator[str]:
             yield code
 
 
-def test_machine_code_of_both_architectures_and_ptx_for_later_ones() -> None:
+def test_machine_code_and_ptx() -> None:
     held = _dump("--list-elf", "--list-ptx")
     assert set(re.findall(r"(sm_\d+)\.cubin", held)) == set(ARCHITECTURES)
     assert set(re.findall(r"(sm_\d+)\.ptx", held)) == {"sm_90"}  # the name for compute_90
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_every_kernel_is_there(architecture: str) -> None:
+def test_all_kernels_exist(architecture: str) -> None:
     kernels = _usage("--gpu-architecture", architecture)
     for launch in ("Encode", "Reduce", "Decode"):
         for dtype in DTYPES:
@@ -75,8 +75,8 @@ def test_every_kernel_is_there(architecture: str) -> None:
     assert [name for name in kernels if "run_exchange" in name]
 
 
-def test_registers_suffice() -> None:
-    """Check the stack, which shows spills; other formats' kernels with many warps may have one."""
+def test_kernels_do_not_spill() -> None:
+    """Check that kernels use no stack, except those of other formats with many warps."""
     usage = re.findall(r"Function (\S+):\s+(REG:.*)", _dump("--dump-resource-usage"))
     assert len(usage) >= 2 * 55
     spilling = [(name, used) for name, used in usage if "STACK:0 " not in used]
@@ -86,15 +86,15 @@ def test_registers_suffice() -> None:
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_memory_is_moved_in_16_bytes(dtype: str, architecture: str) -> None:
+def test_memory_accesses_have_16_bytes(dtype: str, architecture: str) -> None:
     kernels = _code(architecture)
     for code in _named("Encode", dtype, kernels):
-        assert re.search(r"\bLDG\.E\S*\.128\b", code), "values are read"
-        assert re.search(r"\bSTG\.E\S*\.128\b", code), "records are written"
+        assert re.search(r"\bLDG\.E\S*\.128\b", code), "reads of values"
+        assert re.search(r"\bSTG\.E\S*\.128\b", code), "writes of records"
     for code in _named("Reduce", dtype, kernels):
-        assert re.search(r"\bLDGSTS\.E\S*\.128\b", code), "messages are copied to shared memory"
+        assert re.search(r"\bLDGSTS\.E\S*\.128\b", code), "copies of messages to shared memory"
     for code in _named("Decode", dtype, kernels):
-        assert re.search(r"\bSTG\.E\S*\.128\b", code), "values are written"
+        assert re.search(r"\bSTG\.E\S*\.128\b", code), "writes of values"
 
 
 def test_arithmetic_is_exact() -> None:
@@ -102,5 +102,5 @@ def test_arithmetic_is_exact() -> None:
     code = _dump("--dump-ptx")
     operations = set(re.findall(r"\s((?:add|sub|mul|fma|mad|div|rcp|sqrt)\S*\.f32)\s", code))
     spelled_out = {f"{name}.rn.f32" for name in ("add", "sub", "mul", "fma", "div", "sqrt")}
-    assert operations == {*spelled_out, "add.rm.f32"}  # computes the floor
+    assert operations == {*spelled_out, "add.rm.f32"}  # add.rm is the floor
     assert not re.search(r"\.f(tz|ull)\b|\.approx", code)

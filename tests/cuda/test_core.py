@@ -15,7 +15,7 @@ PROGRAM = "run_cuda_core.py"
 
 
 def ranks(n: int, *args: object, **options: Any) -> list[Any]:
-    """Return each rank's findings."""
+    """Return the result of each rank."""
     outputs = on_one_gpu(n, PROGRAM, *args, **options)
     return [json.loads(output.splitlines()[-1]) for output in outputs]
 
@@ -40,7 +40,7 @@ def test_gpu_is_found() -> None:
         (4, "MPI", ["sample", "features", "compressors, some"]),
     ],
 )
-def test_results_are_the_cpu_s(n: int, wire: str, sets: list[str]) -> None:
+def test_results_equal_those_of_the_cpu(n: int, wire: str, sets: list[str]) -> None:
     """Compare bit for bit, alternating CPU and GPU collectives of one communicator."""
     for rank, found in enumerate(ranks(n, "results", *sets, wire=wire, timeout=800)):
         assert n == 1 or found["wire"] == WIRES.get(wire, "direct")
@@ -124,7 +124,7 @@ def test_lost_rank(n: int, how: str, wire: str) -> None:
 
 @pytest.mark.parametrize("wire", WIRES)
 def test_bad_calls(wire: str) -> None:
-    """Check that each raises with the remedy, and the communicator remains usable."""
+    """Check that each error states the remedy, and that the communicator remains usable."""
     remedies = {
         "input on the host": ("InvalidArgument", "host"),
         "output on the host": ("InvalidArgument", "host"),
@@ -145,8 +145,8 @@ def test_bad_calls(wire: str) -> None:
 
 
 @pytest.mark.parametrize("wire", WIRES)
-def test_no_memory_is_left(wire: str) -> None:
-    """Check for an error about memory in bounded time; later calls work when memory is free."""
+def test_out_of_memory(wire: str) -> None:
+    """Check the error and its deadline. Later calls must work when memory is free."""
     found = ranks(2, "memory", wire=wire)
     assert all(each["later"] for each in found)
     errors = [each["error"] for each in found if each["error"]]

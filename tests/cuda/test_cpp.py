@@ -1,7 +1,7 @@
 """The C++ tests of CUDA on a GPU: directly, and under compute-sanitizer.
 
-cpp/test_cpp.py runs the same programs in `make test`. Programs that need a GPU exit with status 77
-there; here that is a failure.
+cpp/test_cpp.py runs the same programs in `make test`. There, programs that need a GPU are skipped
+(exit status 77); here, that is a failure.
 """
 
 import shutil

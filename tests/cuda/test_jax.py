@@ -1,8 +1,7 @@
 """JAX on CUDA: lowering and handlers without a GPU, everything else with one.
 
-Without a GPU, programs are lowered for CUDA on meshes of CPU devices. XLA:CPU runs the handlers,
-with a core on the CPU (tests/cpp/cuda_handlers_on_cpu.cc). ranks/run_cuda_jax.py has most cases for
-both, and those for a GPU.
+Without a GPU, programs are lowered for CUDA on meshes of CPU devices, and XLA:CPU runs the handlers
+(tests/cpp/cuda_handlers_on_cpu.cc). Most cases are in ranks/run_cuda_jax.py.
 """
 
 import importlib
@@ -63,7 +62,7 @@ def test_a_collective_is_one_custom_call(reduce: Any, target: str) -> None:
     assert "config_of = dense<0> : tensor<1xi64>" in call
     assert "devices = dense<[0, 1, 2, 3, 4, 5, 6, 7]> : tensor<8xi64>" in call
     assert "has_side_effect = true" in call
-    # No partition id, which would be in the GPU's memory. Seeds are there, and stay there.
+    # There is no partition id, which would be in GPU memory. Seeds remain in GPU memory.
     assert "tensor<ui32>" not in call
     assert "tensor<1x2xui32>" in call
 

@@ -145,7 +145,7 @@ def targets(graph: torch.fx.Graph) -> list[str]:
 
 
 def test_seeds_are_drawn_on_the_gpu_in_graphs(fake: Callable[..., torch.Tensor]) -> None:
-    """Check this because a constant seed would repeat at every replay of a recorded graph."""
+    """A constant seed would repeat at every replay of a recorded graph."""
     graph = make_fx(lambda x: 2 * tc.allreduce(x), tracing_mode="fake")(fake(20)).graph
     found = targets(graph)
     wanted = ["draw_seed.default", "quantized_all_reduce_start.default", "wait_tensor.default"]
@@ -194,9 +194,9 @@ def comm() -> Iterator[Communicator]:
 def test_tensors_that_the_backend_passes_to_the_core(
     fake: Callable[..., torch.Tensor], comm: Communicator, built: bool
 ) -> None:
-    """Check where errors come from: the core has no streams, and there is no inner backend."""
+    """The error shows the path: fake tensors have no stream, and there is no inner backend."""
     if built and torch.version.cuda:
-        pytest.skip("the tests with a GPU show it")
+        pytest.skip("tested with a GPU above")
     how = _torch_ops.Compression(str(Config(rounding="nearest")), 0)
     options = _torch_ops.Options(how, _torch_ops.Automatic.GRADIENTS, datetime.timedelta(seconds=5))
     backend: Any = _torch_ops.Backend(0, 1, comm.id, {}, built, options, lambda *_: backend)

@@ -40,13 +40,13 @@ def parameters_of(call: Any) -> list[str]:
 
 
 def described(text: str) -> set[str]:
-    """Return the names that a section lists, one or several to a line: `a, b: text`."""
+    """Return the names that a section lists. A line has one or several: `a, b: text`."""
     entries = re.findall(r"^    ((?:\*{0,2}\w+(?:, |(?= \(|:)))+)", text, re.MULTILINE)
     return {name.strip("* ") for entry in entries for name in entry.split(",")}
 
 
 def problems(documented: Any, *, returns: bool) -> list[str]:
-    """Return what the docstring of a function or class lacks."""
+    """Return the parts that are missing in the docstring of a function or class."""
     sections = sections_of(documented)
     summary = sections[""].strip().split("\n\n")[0]
     found = [] if summary.endswith((".", ":")) else ["no summary that ends with a period"]
@@ -54,7 +54,7 @@ def problems(documented: Any, *, returns: bool) -> list[str]:
     listed = described(sections.get("Args", "")) | described(sections.get("Attributes", ""))
     missing = [name for name in parameters if name not in listed]
     found += [f"no description of {', '.join(missing)}"] if missing else []
-    # As Google's style has it, a summary that begins with "Return" needs no section.
+    # In Google style, a summary that begins with "Return" needs no section.
     if returns and not summary.startswith("Return") and not {"Returns", "Yields"} & set(sections):
         found.append("no Returns")
     if parameters and "Raises" not in sections:
@@ -63,7 +63,7 @@ def problems(documented: Any, *, returns: bool) -> list[str]:
 
 
 def returns_something(function: Any) -> bool:
-    """Tell whether a function returns a value, by its annotation."""
+    """Return whether a function is annotated with a return value."""
     return inspect.signature(function).return_annotation not in (
         None,
         "None",
@@ -72,7 +72,7 @@ def returns_something(function: Any) -> bool:
 
 
 def is_record(owner: Any) -> bool:
-    """Tell whether a class only holds values, so that its constructor raises nothing."""
+    """Return whether a class only holds values, so that its constructor raises nothing."""
     return issubclass(owner, tuple) or (
         dataclasses.is_dataclass(owner) and not hasattr(owner, "__post_init__")
     )
@@ -93,7 +93,7 @@ def test_the_docstring_is_complete(name: str) -> None:
                 found += [] if inspect.getdoc(value) else [f"{member}: no docstring"]
                 continue
             text = problems(value, returns=returns_something(value))
-            # A method without an error of its own need not repeat those of its class.
+            # A method need not repeat the errors of its class.
             found += [f"{member}: {problem}" for problem in text if problem != "no Raises"]
     else:
         found = problems(documented, returns=returns_something(documented))
@@ -107,7 +107,7 @@ def test_there_is_an_example(name: str) -> None:
 
 @pytest.mark.parametrize("module", MODULES)
 def test_examples_run(module: str) -> None:
-    """In a process of its own, since examples start and end process groups."""
+    """Run them in a separate process, since they start and end process groups."""
     done = subprocess.run(
         [sys.executable, __file__, module],
         env={**os.environ, "PYTHONPATH": f"{ROOT / 'tests'}:{ROOT}", "JAX_PLATFORMS": "cpu"},

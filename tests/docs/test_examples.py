@@ -1,4 +1,4 @@
-"""The demo, the examples by themselves and the README's code: what they print, how they fail."""
+"""The output and the failures of the demo, the examples and the code in the README."""
 
 import importlib.util
 import json
@@ -34,7 +34,7 @@ demo = load_demo()
 def run_python(
     script: Path, *arguments: str, ranks: int | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Run a script, under mpirun if ranks are given; 120 s at most."""
+    """Run a script for at most 120 s, under mpirun if `ranks` is given."""
     launcher = [] if ranks is None else demo.mpirun_command(ranks)
     return subprocess.run(
         [*launcher, sys.executable, str(script), *arguments],
@@ -46,7 +46,7 @@ def run_python(
 
 
 def test_programs_show_their_help() -> None:
-    """Those of the examples and of the benchmarks, but for two that take no arguments."""
+    """Run --help of all examples and benchmarks, except for two without arguments."""
     files = {*ROOT.glob("examples/**/*.py"), *ROOT.glob("benchmarks/*.py")}
     files -= {ROOT / "benchmarks/gpu_present.py", ROOT / "examples/methods/methods.py"}
     programs = [str(file) for file in sorted(files) if '__name__ == "__main__"' in file.read_text()]
@@ -81,7 +81,7 @@ def test_demo_trains_with_a_seventh_of_the_bytes(
     results = json.loads((out / "results.json").read_text())
     exact, few = (r for r in results if r["framework"] == framework)
     assert (exact["bits"], few["bits"]) == (32, 4)
-    # Two ranks: each sends half of its values, then the reduced other half; headers on top.
+    # With two ranks, each sends half of its values, then the reduced other half, plus headers.
     assert 4 * PARAMETERS <= exact["bytes_per_step"] < 1.05 * 4 * PARAMETERS
     assert 7 < exact["bytes_per_step"] / few["bytes_per_step"] < 32 / 4.125
     for result in (exact, few):
@@ -100,7 +100,7 @@ def test_demo_draws_the_loss_curves(finished: tuple[str, Path]) -> None:
     assert (finished[1] / "loss.png").read_bytes().startswith(PNG)
 
 
-# ---- how the demo fails ------------------------------------------------------------------------
+# ---- failures of the demo ----------------------------------------------------------------------
 
 
 def good_results() -> list[dict[str, Any]]:
@@ -132,7 +132,7 @@ def test_good_results_have_no_problems() -> None:
         (2, "framework", "other", "jax: a result is missing"),
     ],
 )
-def test_bad_results_are_named(run: int, field: str, value: Any, sentence: str) -> None:
+def test_bad_results_are_described(run: int, field: str, value: Any, sentence: str) -> None:
     results = good_results()
     results[run][field] = value
     assert sentence in demo.problems(results)
@@ -154,7 +154,7 @@ def test_a_rank_that_raises_is_shown(tmp_path: Path) -> None:
     assert "ValueError: no more digits" in last_lines
 
 
-def test_a_run_that_hangs_is_ended(tmp_path: Path) -> None:
+def test_a_hanging_run_is_ended(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
         "import os, pathlib, time\n"
@@ -172,14 +172,14 @@ def test_a_run_that_hangs_is_ended(tmp_path: Path) -> None:
 
 
 def is_alive(process: Path) -> bool:
-    """Tell whether a process of /proc is there and not a zombie that nobody has waited for."""
+    """Return whether a process of /proc exists and is not a zombie."""
     try:
         return "State:\tZ" not in (process / "status").read_text()
     except OSError:
         return False
 
 
-# ---- the examples by themselves, and the README --------------------------------------------------
+# ---- the examples and the README -----------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -204,7 +204,7 @@ def test_fsdp2_trains_in_few_bits() -> None:
     assert exact["accuracy"] >= 0.95
     assert few["accuracy"] >= exact["accuracy"] - 0.01
     assert few["losses"] != exact["losses"], "the second run did not quantize"
-    # Two ranks: each sends half of its weights twice, and half of its gradients.
+    # With two ranks, each sends half of its weights twice, and half of its gradients.
     assert 3 * 2 * PARAMETERS <= exact["bytes_per_step"] < 1.05 * 3 * 2 * PARAMETERS
     assert 4 < exact["bytes_per_step"] / few["bytes_per_step"] < 3 * 32 / (8 + 8 + 4)
     assert exact["identical"]
@@ -212,7 +212,7 @@ def test_fsdp2_trains_in_few_bits() -> None:
 
 
 def check_few_bits(process: subprocess.CompletedProcess[str], lines: list[str]) -> dict[str, Any]:
-    """Check a run at 32 and at 4 bits against each other; return the latter's result."""
+    """Compare the runs at 32 and at 4 bits; return the result at 4 bits."""
     assert process.returncode == 0, process.stdout + process.stderr
     exact, few = (result for result in map(json.loads, lines) if "accuracy" in result)
     assert (exact["bits"], few["bits"]) == (32, 4)
@@ -234,7 +234,7 @@ def test_rewritten_step_trains_in_few_bits() -> None:
 
 
 def lines_of_rank_0(process: subprocess.CompletedProcess[str]) -> list[str]:
-    """Return what rank 0 printed in JSON; gloo prints as well."""
+    """Return the JSON lines of rank 0; gloo prints other lines."""
     return re.findall(r"^\[[^]]*,0\]<stdout>: (\{.*)$", process.stdout, re.MULTILINE)
 
 
@@ -242,8 +242,8 @@ def lines_of_rank_0(process: subprocess.CompletedProcess[str]) -> list[str]:
 def test_ddp_on_the_backend_trains_in_few_bits() -> None:
     process = run_python(ROOT / "examples" / "ddp_backend.py", "--epochs", "10", ranks=2)
     few = check_few_bits(process, lines_of_rank_0(process))
-    # Two ranks: each sends half of its values, then the reduced other half. Exact are biases and
-    # the last layer; the rest takes 4 bits, and 8 bytes for each 512 values. Headers on top.
+    # With two ranks, each sends half of its values, then the reduced other half. Biases and the
+    # last layer are exact. Other values take 4 bits, and 8 bytes for each 512 values.
     exact = 256 + 256 + 256 * 10 + 10
     payload = 4 * exact + (PARAMETERS - exact) * (1 / 2 + 8 / 512)
     assert payload <= few["bytes_per_step"] < 1.05 * payload
@@ -269,8 +269,8 @@ def test_torchrun_trains_in_few_bits() -> None:
 
 
 @pytest.mark.exhaustive
-def test_two_axes_train_alike_in_one_process_and_in_two() -> None:
-    """The axis "data" is one between devices or one between processes: the bits are the same."""
+def test_two_axes_give_the_same_bits_in_one_process_and_in_two() -> None:
+    """Compare runs whose axis "data" is between devices, or between processes."""
     script, arguments = ROOT / "examples" / "jax_two_axes.py", ("--epochs", "10")
     alone, mpirun = run_python(script, *arguments), run_python(script, *arguments, ranks=2)
     few = check_few_bits(alone, alone.stdout.splitlines())
@@ -289,8 +289,8 @@ def test_a_process_per_rank_trains_in_few_bits() -> None:
     script = ROOT / "examples" / "jax_process_per_rank.py"
     process = run_python(script, "--epochs", "10", ranks=2)
     few = check_few_bits(process, lines_of_rank_0(process))
-    # Two ranks: each sends half of its values, then the reduced other half, and headers; a leaf of
-    # fewer than 16 values is exact.
+    # With two ranks, each sends half of its values, then the reduced other half, plus headers.
+    # Leaves of fewer than 16 values are exact.
     payload = (PARAMETERS - 10) * (1 / 2 + 8 / 512) + 4 * 10
     assert payload <= few["bytes_per_step"] < 1.05 * payload
 
@@ -311,7 +311,7 @@ def test_optax_with_feedback_resumes_to_the_same_bits(tmp_path: Path) -> None:
         assert (result["bits"], result["epoch"], result["feedback"]) == (bits, 10, True)
         assert result["accuracy"] >= exact["accuracy"] - 0.01
         assert result["identical"]
-    assert len({result["digest"] for result in (exact, *few)}) == 3, "some did not quantize"
+    assert len({result["digest"] for result in (exact, *few)}) == 3, "some runs did not quantize"
     half = ("--bits", "2", "--folder", str(tmp_path / "run"))
     [stopped], [resumed] = results(*half, "--stop", "5"), results(*half)
     assert (stopped["epoch"], resumed["epoch"]) == (5, 10)
@@ -331,7 +331,7 @@ def test_diloco_on_jax_resumes_to_the_same_bits(tmp_path: Path) -> None:
 
     whole = result()
     assert whole["identical"]
-    assert whole["loss"] < 3.5, "the first is ln(alphabet), above 4.5"
+    assert whole["loss"] < 3.5, "the loss begins at ln(alphabet), above 4.5"
     folder = ("--folder", str(tmp_path / "run"))
     stopped, resumed = result(*folder, "--stop", "14"), result(*folder)  # a fragment in flight
     assert (stopped["step"], resumed["step"]) == (14, 40)
@@ -361,13 +361,15 @@ def test_methods_train_side_by_side(task: str, methods: list[str], tmp_path: Pat
         assert (len(curve["losses"]), curve["steps"][-1]) == (10, 50)
         assert curve["losses"][-1] < curve["losses"][0], f"{curve['method']} learned nothing"
         assert curve["method"] in process.stdout
-    assert len({curve["losses"][-1] for curve in curves}) == len(methods), "all are the same"
+    assert len({curve["losses"][-1] for curve in curves}) == len(methods), (
+        "methods have the same loss"
+    )
     assert (tmp_path / f"{task}.png").read_bytes().startswith(PNG)
 
 
 @pytest.mark.slow
-def test_every_method_makes_steps(tmp_path: Path) -> None:
-    """One step of each on one rank, then the message about a method that is none."""
+def test_every_method_runs(tmp_path: Path) -> None:
+    """Run one step of each method on one rank, then check the error for an unknown method."""
     script = ROOT / "examples" / "methods" / "boxes.py"
     process = run_python(
         script, "--methods", "all", "--steps", "4", "--out", str(tmp_path), ranks=1
@@ -381,7 +383,7 @@ def test_every_method_makes_steps(tmp_path: Path) -> None:
     assert "invalid choice: '3 bits'" in process.stderr
 
 
-CHECK_OF_WEIGHTS = {
+WEIGHT_CHECKS = {
     "torch": """
 import torch, torch_digits as example
 model = torch.nn.Linear(3, 2)
@@ -400,16 +402,16 @@ for value in (0.0, 1e-30 * rank):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("framework", ["torch", "jax"])
-def test_weights_that_differ_are_noticed(framework: str, tmp_path: Path) -> None:
+def test_different_weights_are_detected(framework: str, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     start = f"import sys; sys.path.insert(0, {str(ROOT / 'examples')!r})\n"
     start += "import cgx_ops; rank = cgx_ops.init().rank\n"
-    script.write_text(start + CHECK_OF_WEIGHTS[framework])
+    script.write_text(start + WEIGHT_CHECKS[framework])
     process = run_python(script, ranks=2)
     assert process.returncode == 0, process.stdout + process.stderr
     for rank in "01":
-        said = re.findall(rf"^\[[^]]*,{rank}\]<stdout>: (.*)$", process.stdout, re.MULTILINE)
-        assert said == ["True", "False"]
+        printed = re.findall(rf"^\[[^]]*,{rank}\]<stdout>: (.*)$", process.stdout, re.MULTILINE)
+        assert printed == ["True", "False"]
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""The Python blocks of the guides run on two ranks, in place of the reader's own program."""
+"""The Python blocks of the guides run on two ranks."""
 
 from pathlib import Path
 

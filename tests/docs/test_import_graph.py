@@ -1,6 +1,6 @@
-"""The packages of cgx_ops import each other in one direction, and files never in a circle.
+"""Imports between the packages of cgx_ops follow ALLOWED, and no modules import in a circle.
 
-The arrows are those of docs/explanation/architecture.md.
+docs/explanation/architecture.md has the same table.
 """
 
 from pathlib import Path
@@ -11,10 +11,10 @@ from support.import_graph import Graph, Modules, floors, joined
 PACKAGE = Path(__file__).parents[2] / "cgx_ops"
 MODULES = Modules(PACKAGE)
 GRAPH = MODULES.graph()
-HIGHEST = 8
+MAX_LEVEL = 8
 
-# Who may import whom, by package; each may import itself. "core" is _core/ and the public modules
-# beside it (config.py, communicator.py ...), which stand between its files.
+# The packages that each package may import, besides itself. "core" is _core/ and the public modules
+# beside it, such as config.py and communicator.py, since these import each other.
 _SHARED = {"core", "planner", "methods"}
 _TORCH = {"torch._compat", "torch.graph", "torch.backend"}
 _JAX = {"jax.runtime", "jax.collectives"}
@@ -66,14 +66,14 @@ def _below(folder: str) -> Graph:
 def test_every_package_is_listed_and_has_modules() -> None:
     assert set(PACKAGES.values()) == ALLOWED.keys()
     assert MODULES.faces
-    for face in MODULES.faces:
-        assert any(name.startswith(f"{face}.") for name in MODULES.paths), f"{face} is empty"
+    for package in MODULES.faces:
+        assert any(name.startswith(f"{package}.") for name in MODULES.paths), f"{package} is empty"
 
 
-def test_packages_import_downwards() -> None:
+def test_packages_import_only_allowed_packages() -> None:
     for package, imported in joined(GRAPH, PACKAGES).items():
         assert imported <= ALLOWED[package], f"{package} imports {imported - ALLOWED[package]}"
-    floors(ALLOWED)  # there is no circle in the table itself
+    floors(ALLOWED)  # raises if the table has a circle
 
 
 def test_no_modules_import_each_other_in_a_circle() -> None:
@@ -81,13 +81,13 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
 
 
 @pytest.mark.parametrize("folder", ["cgx_ops.torch", "cgx_ops.jax"])
-def test_few_floors(folder: str) -> None:
+def test_there_are_few_levels(folder: str) -> None:
     packages = {name: of for name, of in PACKAGES.items() if name.startswith(f"{folder}.")}
-    assert max(floors(joined(_below(folder), packages)).values()) <= HIGHEST
+    assert max(floors(joined(_below(folder), packages)).values()) <= MAX_LEVEL
     for package in set(packages.values()):
         within = {name: GRAPH[name] for name in packages if packages[name] == package}
         inside = {name: imported & within.keys() for name, imported in within.items()}
-        assert max(floors(inside).values()) <= HIGHEST, package
+        assert max(floors(inside).values()) <= MAX_LEVEL, package
 
 
 @pytest.mark.parametrize(

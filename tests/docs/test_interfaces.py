@@ -1,4 +1,4 @@
-"""docs/reference/interfaces.md is what its generator prints."""
+"""docs/reference/interfaces.md matches the output of its generator."""
 
 import runpy
 from pathlib import Path

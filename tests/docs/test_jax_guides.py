@@ -1,4 +1,4 @@
-"""The python blocks of each page of docs/guides/jax/ run, in order, as one program."""
+"""The Python blocks of each page in docs/guides/jax/ run in order as one program."""
 
 import os
 import re

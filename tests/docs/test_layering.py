@@ -1,4 +1,4 @@
-"""The rules of docs/explanation/architecture.md about includes and errors, read off the sources."""
+"""The sources follow the rules of docs/explanation/architecture.md on includes and errors."""
 
 import ast
 import re
@@ -10,9 +10,9 @@ import pytest
 ROOT = Path(__file__).parents[2]
 CORE = ROOT / "cgx_ops/csrc"
 
-# Who may include whom, by folder. "" has communicators, the registry, plan.cc and what else lies in
-# no folder; plan.h describes a collective to algorithms and is a layer of its own, as
-# is config.h, which is the table of what a call may say.
+# The layers that each folder may include. "" has the files outside of folders, such as
+# communicator.cc and plan.cc. Two files are separate layers: plan.h describes a collective to
+# algorithms, and config.h is the table of options.
 ALLOWED = {
     "base": {"base"},
     "kernel": {"base", "kernel"},
@@ -48,9 +48,9 @@ ALLOWED = {
         "device",
     },
 }
-# Its enums and status codes are everybody's.
-WAIST = {f"cgx/{header}.h" for header in ("cgx", "config", "status", "verb")}
-# Helpers in C++ that bindings share.
+# Headers of the C API, which any file may include.
+C_API = {f"cgx/{header}.h" for header in ("cgx", "config", "status", "verb")}
+# C++ helpers of the bindings.
 SHARED = {"cgx/call.h", "cgx/call_seeds.h", "cgx/completion_pool.h"}
 
 
@@ -77,14 +77,14 @@ def test_includes_point_one_way() -> None:
         for included in re.findall(r'#include "([^"]+)"', text):
             target = file.parent / included
             path = str(target) if (CORE / target).exists() else included
-            if path.removeprefix("include/") not in WAIST and (
+            if path.removeprefix("include/") not in C_API and (
                 _layer(path) not in ALLOWED[_layer(str(file))]
             ):
                 wrong.append(f"{file} includes {path}")
     assert not wrong
 
 
-def test_every_layer_is_known() -> None:
+def test_every_layer_is_listed() -> None:
     assert {_layer(str(file)) for file, _ in _sources()} - {"include"} == ALLOWED.keys()
 
 
@@ -99,7 +99,7 @@ def _users(pattern: str) -> set[str]:
 
 
 def _calls_mpi(file: str) -> bool:
-    """Tell whether a file is compiled into libcgx_mpi.so, as CMakeLists.txt chooses them."""
+    """Return whether CMakeLists.txt compiles a file into libcgx_mpi.so."""
     return re.fullmatch(r"transport/mpi\w*\.cc", file) is not None
 
 
@@ -112,11 +112,11 @@ def test_mpi_only_in_its_library() -> None:
     assert includers <= users
 
 
-def test_mpi_library_is_linked_to_nothing_of_the_core() -> None:
-    """It includes headers of base and transport, which need no source of libcgx.so."""
+def test_mpi_library_needs_no_source_of_the_core() -> None:
+    """Check that it includes only headers of base and transport, which need no libcgx.so."""
     for file, text in _sources():
         if _calls_mpi(str(file)):
-            included = set(re.findall(r'#include "([^"]+)"', text)) - WAIST
+            included = set(re.findall(r'#include "([^"]+)"', text)) - C_API
             assert {_layer(path) for path in included} <= {"base", "transport"}, file
     assert _users(r"\bdlopen\b") == {"transport/load_mpi.cc", "cuda/nccl.cc"}
 
@@ -125,7 +125,7 @@ def test_environment_is_read_in_one_place() -> None:
     assert _users(r"\bgetenv\b|\benviron\b") == {"base/env.cc"}
 
 
-def test_core_knows_no_python_and_no_framework() -> None:
+def test_core_uses_no_python_and_no_framework() -> None:
     assert not _users(r"(?i)\b(python\w*|pybind11|nanobind|torch|c10d?|aten|jax|xla)\b")
 
 
@@ -133,21 +133,21 @@ def test_cuda_headers_stay_in_their_folders() -> None:
     assert not {f for f in _users(r"#include\s*<cuda|#include\s*<nccl") if "cuda/" not in f}
 
 
-def test_bindings_see_the_waist_alone() -> None:
+def test_bindings_include_only_the_c_api() -> None:
     for folder in ("cgx_ops/numpy_ops", "torch_ops", "xla_ffi"):
         own = {file.name for file, _ in _sources(ROOT / folder)}
         for file, text in _sources(ROOT / folder):
             included = set(re.findall(r'#include "([^"]+)"', text))
             foreign = {name for name in included if not name.startswith(("xla/", "torch/"))}
-            assert foreign <= own | WAIST | SHARED, f"{folder}/{file}"
+            assert foreign <= own | C_API | SHARED, f"{folder}/{file}"
 
 
-def test_python_faces_do_not_know_each_other() -> None:
+def test_python_apis_do_not_import_each_other() -> None:
     package = ROOT / "cgx_ops"
     rules = {"torch": r"jax", "jax": r"torch"}
     for file in package.rglob("*.py"):
         folder = file.relative_to(package).parts[0]
-        if folder != "bench":  # peers of both frameworks
+        if folder != "bench":  # measures both frameworks
             forbidden = rules.get(folder, r"torch|jax")
             pattern = rf"^\s*(?:import|from) (?:{forbidden}|cgx_ops\.(?:{forbidden}))\b"
             assert not re.search(pattern, file.read_text(), re.MULTILINE), file
@@ -164,19 +164,19 @@ def test_private_names_of_torch_are_in_one_package() -> None:
                 names = [alias.name for alias in node.names]
             elif isinstance(node, ast.Attribute):
                 names = [ast.unparse(node)]
-            # torch.ops has operators, by the names that graphs show.
+            # Names in torch.ops are operators, not private names.
             if any(re.match(r"(?!torch\.ops)(torch|dist)\b.*\._(?!_)", name) for name in names):
                 users.add(file.parent.name)
     assert users == {"_compat"}
 
 
-def test_one_file_knows_the_libraries_path() -> None:
+def test_one_file_has_the_path_of_the_library() -> None:
     for file in (ROOT / "cgx_ops").rglob("*.py"):
         if file.name != "binary.py":
             assert not re.search(r"CDLL|\.so\b", file.read_text()), file
 
 
-# ---- errors by code: nothing compares or searches an error's text --------------------------------
+# ---- errors have codes: no code compares or searches their text ----------------------------------
 
 _SEARCHES = {
     "count", "endswith", "find", "findall", "finditer", "fullmatch", "index", "match", "partition",
@@ -189,7 +189,7 @@ _NAMED_IN_CPP = r"\b(?:last_error|message|reason|refusal|failure|why)\b"
 
 
 class _Searches(ast.NodeVisitor):
-    """Finds the lines of a function, or of a file's own statements, that search an error's text."""
+    """Finds the lines that compare or search the text of an error."""
 
     def __init__(self) -> None:
         self.lines: set[int] = set()

@@ -1,4 +1,4 @@
-"""Pages are short and narrow, and every page that the tree names exists."""
+"""Pages have limited length and width, and all pages that files refer to exist."""
 
 import re
 import subprocess
@@ -36,7 +36,7 @@ def test_the_pages_are_found() -> None:
 def test_a_page_is_short_and_narrow(page: str) -> None:
     length = len((ROOT / page).read_text().splitlines())
     assert length <= (120 if page == "README.md" else 250)
-    # A table's row cannot be broken: its cells are short instead.
+    # Rows of tables cannot be broken; another test limits the length of their cells.
     wide = [n for n, line in prose(page) if len(line) > 100 and not line.startswith("|")]
     assert not wide, f"lines of more than 100 columns: {wide}"
 
@@ -55,10 +55,10 @@ def test_cells_of_tables_are_short(page: str) -> None:
     assert not long, f"cells of more than 20 words (line, words): {long}"
 
 
-def test_pages_that_are_named_exist() -> None:
-    """In sources, tests, messages and other pages.
+def test_pages_that_files_refer_to_exist() -> None:
+    """Check sources, tests, messages and other pages.
 
-    The CHANGELOG and the tables of results keep the names of their time.
+    The CHANGELOG and the tables of results may name pages that were moved since.
     """
     tracked = subprocess.run(
         ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60

@@ -1,7 +1,7 @@
 """Every message that docs/guides/troubleshooting.md quotes is still in the sources.
 
-A quote is code in the first column of a table. "…" in it stands for values. Tables of messages that
-are not ours are left out.
+A quote is code in the first column of a table. "…" in it stands for values. Tables of messages
+of other libraries are ignored.
 """
 
 import ast
@@ -33,7 +33,7 @@ def _texts_of_python(path: Path) -> list[str]:
 
 
 def _texts_of_cpp(path: Path) -> list[str]:
-    """Return all string literals, those that follow each other as one."""
+    """Return all string literals; adjacent ones are joined."""
     joined = re.sub(r'"\s*\n\s*"', "", path.read_text())
     return [text.replace('\\"', '"') for text in re.findall(r'"((?:[^"\\\n]|\\.)*)"', joined)]
 
@@ -53,4 +53,4 @@ def texts() -> str:
 @pytest.mark.parametrize("quote", _quotes())
 def test_a_quoted_message_exists(quote: str, texts: str) -> None:
     for part in quote.split("…"):
-        assert part.strip() in texts, f"{part.strip()!r} is no message any more"
+        assert part.strip() in texts, f"{part.strip()!r} is not in the sources"

@@ -1,13 +1,13 @@
 """Every page of docs/tutorials/ runs as written: its files, its commands, the output that it shows.
 
-A page has blocks of two kinds, which a reader types in the order of the page:
+The test executes two kinds of blocks, in the order of the page:
 
 - ```` ```{code-block} python ```` with `:caption: train.py` is a file of that name.
-- ```` ```{code-block} console ```` has commands, each after `$ `, and under each its output.
+- ```` ```{code-block} console ```` has commands, each after `$ ` and followed by its output.
 
-Other blocks are not executed. In the output any number stands for any other, any run of spaces for
-one space, and a line `...` for any number of lines. Lines of stdout and of stderr may be mixed in
-any order, because launchers forward the two separately.
+In the output, any number matches any other number, and any run of spaces matches one space. A line
+`...` matches any number of lines. Lines of stdout and stderr may be mixed in any order, because
+launchers forward them separately.
 """
 
 import functools
@@ -27,8 +27,8 @@ DEADLINE = 150  # seconds for a command that takes 20 on two idle cores
 
 _BLOCK = re.compile(r"^```\{code-block\} *(\w+)\n((?::[\w-]+:[^\n]*\n)*)\n*(.*?)^```$", re.M | re.S)
 _NUMBER = re.compile(r"(?<![\w.])[-+]?\d+(?:[.,]\d+)*(?:e[-+]?\d+)?", re.ASCII)
-# On a busy machine a process of torch 2.13 may abort when it ends right after a collective of gloo,
-# without cgx_ops, too. The command is then repeated.
+# On a busy machine, a process of torch 2.13 may abort if it ends right after a gloo collective,
+# even without cgx_ops. The command is then repeated.
 _ABORT = "terminate called without an active exception"
 _ENVIRONMENT = {
     # mpirun in a container: as root, with more ranks than cores
@@ -36,7 +36,7 @@ _ENVIRONMENT = {
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
     "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
     "PRTE_MCA_hwloc_default_binding_policy": "none",
-    "PYTHONUNBUFFERED": "1",  # lines come in the order in which a terminal shows them
+    "PYTHONUNBUFFERED": "1",  # keeps the order of the output lines
     "JAX_PLATFORMS": "cpu",
 }
 
@@ -120,7 +120,7 @@ def lines_of(text: str) -> list[str]:
 
 
 def run_page(page: str, folder: Path) -> None:
-    """Do in an empty folder what a page asks its reader to do.
+    """Follow the steps of a page in an empty folder.
 
     Raises:
         pytest.fail.Exception: a command failed, took too long, or printed something else.
@@ -147,11 +147,11 @@ def _run(command: Command, exports: str, folder: Path) -> None:
     if status not in ((0, 1) if command.text.startswith("diff ") else (0,)):
         pytest.fail(f"$ {command.text}\nended with status {status} and printed\n{printed}")
     if not agrees(shown, lines_of(out), lines_of(err)):
-        pytest.fail(f"$ {command.text}\nis shown to print\n{expected}\nbut printed\n{printed}")
+        pytest.fail(f"$ {command.text}\nshould print\n{expected}\nbut printed\n{printed}")
 
 
 def _execute(script: str, folder: Path) -> tuple[int | None, str, str]:
-    """Return the exit status, stdout and stderr of a script; status None: it took too long."""
+    """Return the exit status, stdout and stderr of a script; status None means a timeout."""
     environment = os.environ | _ENVIRONMENT
     environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     environment.pop("CGX_LOG", None)
@@ -179,7 +179,7 @@ def test_page_runs_as_written(page: Path, tmp_path: Path) -> None:
     run_page(page.read_text(), tmp_path)
 
 
-# ---- the test of a page, tested ------------------------------------------------------------------
+# ---- tests of the test itself --------------------------------------------------------------------
 
 FAILURES = (AssertionError, pytest.fail.Exception)
 PAGE = """
@@ -235,7 +235,7 @@ def test_other_output_is_a_failure(shown: str, tmp_path: Path) -> None:
         (PAGE.replace("hello.py &&", "absent.py &&").replace("SHOWN", "x"), "ended with status"),
     ],
 )
-def test_a_page_that_shows_nothing_is_a_failure(page: str, message: str, tmp_path: Path) -> None:
+def test_a_page_without_output_is_a_failure(page: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(FAILURES, match=message):
         run_page(page, tmp_path)
 
