@@ -267,11 +267,12 @@ void single_rank() {
           CHECK(cpu == gpu, "%s", where.c_str());
           const Buffer& result = in_place ? gpu.input : gpu.output;
           const auto used = (kNumel / 2 + 17) * item;
-          const bool kept = std::equal(result.begin(), result.begin() + used, before.input.begin());
-          CHECK(kept == (op == CGX_SUM && !has_residual), "%s", where.c_str());
+          const bool unchanged =
+              std::equal(result.begin(), result.begin() + used, before.input.begin());
+          CHECK(unchanged == (op == CGX_SUM && !has_residual), "%s", where.c_str());
           const Buffer zeros(used);
-          const bool gone = std::equal(zeros.begin(), zeros.end(), gpu.residual.begin());
-          CHECK(gone == has_residual, "%s", where.c_str());
+          const bool is_zero = std::equal(zeros.begin(), zeros.end(), gpu.residual.begin());
+          CHECK(is_zero == has_residual, "%s", where.c_str());
         }
 }
 

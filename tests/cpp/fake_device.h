@@ -167,7 +167,7 @@ inline void run(const Signals& launch) {
     return launch.at_peer[at][which % 2 * launch.size + sender];
   };
   const auto number = [](Mailbox& box) { return std::atomic_ref(box.exchange); };
-  const auto say = [&](uint64_t which, uint64_t value) {  // to the mailboxes of exchange `which`
+  const auto notify_peers = [&](uint64_t which, uint64_t value) {  // for exchange `which`
     for (int peer = 0; peer < launch.size; ++peer)
       if (peer != launch.rank)
         number(mailbox(which, peer, launch.rank)).store(value, std::memory_order_release);
@@ -181,18 +181,18 @@ inline void run(const Signals& launch) {
       if (theirs) launch.report->theirs = *theirs;
       std::atomic_ref(launch.report->status).store(status, std::memory_order_release);
     }
-    say(exchange + 1, kGaveUp | exchange);
-    if (status != CGX_MISMATCH) say(exchange, kGaveUp | exchange);
+    notify_peers(exchange + 1, kGaveUp | exchange);
+    if (status != CGX_MISMATCH) notify_peers(exchange, kGaveUp | exchange);
   };
   if (*launch.fault == kFailedAndNotified) return;
   if (*launch.fault) {
     *launch.fault = kFailedAndNotified;
-    say(exchange + 1, kGaveUp | exchange);
-    return say(exchange, kGaveUp | exchange);
+    notify_peers(exchange + 1, kGaveUp | exchange);
+    return notify_peers(exchange, kGaveUp | exchange);
   }
   for (int peer = 0; peer < launch.size; ++peer)
     if (peer != launch.rank) mailbox(exchange, peer, launch.rank).notice = launch.notice;
-  say(exchange, exchange);
+  notify_peers(exchange, exchange);
   const auto deadline =
       std::chrono::steady_clock::now() + std::chrono::nanoseconds(launch.timeout_ns);
   for (int peer = 0; peer < launch.size; ++peer) {

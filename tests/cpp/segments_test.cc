@@ -60,7 +60,7 @@ struct Leaves {
   }
 };
 
-void test_refusals_among_others(const char* transport) {
+void test_refusals_among_other_calls(const char* transport) {
   constexpr int kCalls = 400, kThreads = 2;
   const Ranks ranks(kRanks, transport, 120, "refusals");
   ranks.run([&](int rank, int32_t comm) {
@@ -101,6 +101,6 @@ void test_refusals_among_others(const char* transport) {
 }  // namespace
 
 int main() {
-  for (const char* transport : {"AUTO", "SHM"}) test_refusals_among_others(transport);
+  for (const char* transport : {"AUTO", "SHM"}) test_refusals_among_other_calls(transport);
   std::puts("ok");
 }

@@ -64,18 +64,18 @@ inline Memory as_floats(Dtype dtype, const std::byte* values, int64_t numel,
   return floats;
 }
 
-// The output memory of a launch. Afterwards all bytes must be as expected, including those between
-// the places.
+// The output memory of a launch, in several ranges. Afterwards all bytes must be as expected,
+// including those between the ranges.
 struct Space {
   Memory actual, expected;
 
-  // Adds a place of `bytes` bytes and returns its offset.
+  // Adds a range of `bytes` bytes and returns its offset.
   int64_t add(int64_t bytes) {
     const auto at = static_cast<int64_t>(actual.size()) + one_of<int64_t>({16, 16, 17, 22, 24, 31});
     actual.resize(static_cast<size_t>(at + bytes + 16), kFill);
     return at;
   }
-  // Adds a place that contains `bytes`.
+  // Adds a range that contains `bytes`.
   int64_t add(const Memory& bytes) {
     const int64_t at = add(static_cast<int64_t>(bytes.size()));
     std::copy(bytes.begin(), bytes.end(), actual.begin() + at);

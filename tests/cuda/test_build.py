@@ -98,7 +98,7 @@ def test_memory_accesses_have_16_bytes(dtype: str, architecture: str) -> None:
 
 
 def test_arithmetic_is_exact() -> None:
-    """Check that denormals are kept, divisions round to nearest, and fusion is intended."""
+    """Check that denormals are preserved, divisions round to nearest, and fusion is intended."""
     code = _dump("--dump-ptx")
     operations = set(re.findall(r"\s((?:add|sub|mul|fma|mad|div|rcp|sqrt)\S*\.f32)\s", code))
     spelled_out = {f"{name}.rn.f32" for name in ("add", "sub", "mul", "fma", "div", "sqrt")}
