@@ -48,14 +48,14 @@ class Pairs final : public Codec {
   void decode_add(std::span<const std::byte> bytes, int64_t numel, int64_t /*first_index*/,
                   const float* base, float* sum) const override {
     require(bytes.size() % sizeof(Pair) == 0, CGX_INVALID_ARGUMENT, bytes.size(),
-            " bytes of pairs of ", sizeof(Pair));
+            " bytes are not a multiple of ", sizeof(Pair));
     if (base != sum) std::memcpy(sum, base, numel * sizeof(float));
     int64_t next = 0;
     for (size_t at = 0; at < bytes.size(); at += sizeof(Pair)) {
       Pair pair;
       std::memcpy(&pair, bytes.data() + at, sizeof(pair));
       require(pair.index >= next && pair.index < numel, CGX_INVALID_ARGUMENT, "index ", pair.index,
-              " of a pair, where ", next, " to ", numel - 1, " is due");
+              " of a pair is not from ", next, " to ", numel - 1);
       next = int64_t{pair.index} + 1;
       sum[pair.index] += pair.value;
     }

@@ -46,20 +46,20 @@ def emulated(name: str, objects: list[Path]) -> str:
     program = objects[0].with_name(name)
     source = cpp_programs.ROOT / "tests/cpp" / f"{name}.cc"
     cpp_programs.run(COMPILER, *FLAGS, source, *objects, "-o", program)
-    said = cpp_programs.run(EMULATOR, program, timeout=1500)
-    assert "checks passed on neon baseline" in said, said
-    return said
+    output = cpp_programs.run(EMULATOR, program, timeout=1500)
+    assert "checks passed on neon baseline" in output, output
+    return output
 
 
 def test_kernels(objects: list[Path]) -> None:
     emulated("kernels_test", objects)
 
 
-def test_codecs_give_the_bytes_of_this_processor(objects: list[Path]) -> None:
+def test_codecs_give_the_same_bytes_as_on_this_processor(objects: list[Path]) -> None:
     here = subprocess.run(
         [cpp_programs.build("compressors_test") / "compressors_test"],
         capture_output=True, text=True, timeout=600, check=True,
     ).stdout  # fmt: skip
     there = emulated("compressors_test", objects)
-    digests = [re.findall(r"digest (\d+)", said) for said in (here, there)]
+    digests = [re.findall(r"digest (\d+)", output) for output in (here, there)]
     assert digests[0] == digests[1] != [], (here, there)
