@@ -41,8 +41,8 @@ class Stats:
         move_seconds: Time from then until the result was complete: exchange and arithmetic.
         compute_seconds: The part of both that this rank spent in the algorithm: encode, sum,
             decode, post messages. The rest is waiting, and work of the transport.
-        strangers: Refused TCP connections while the ranks connected. The peer did not have the
-            communicator's key, or used the rank of a process that was already connected.
+        rejected_connections: TCP connections that were refused while the ranks connected. The
+            peer did not have the communicator's key, or used the rank of a connected process.
         auto: The bits that bits_for() and auto_bits chose by message size, and the measured times;
             "" if neither was used.
 
@@ -68,7 +68,7 @@ class Stats:
     agree_seconds: float
     move_seconds: float
     compute_seconds: float
-    strangers: int
+    rejected_connections: int
     auto: str = ""
 
     @property
@@ -113,7 +113,7 @@ def read_stats(comm: int) -> Stats:
         agree_seconds=info.agree_ns / 1e9,
         move_seconds=info.move_ns / 1e9,
         compute_seconds=info.compute_ns / 1e9,
-        strangers=info.strangers,
+        rejected_connections=info.rejected_connections,
         auto=verdicts.in_words(comm),
     )
 
@@ -158,7 +158,7 @@ def _carried() -> Stats | None:
     found = traffic("cgx_carried_traffic")
     if not found.collectives:
         return None
-    values: dict[str, Any] = dict.fromkeys(("rank", "size", "strangers"), 0)
+    values: dict[str, Any] = dict.fromkeys(("rank", "size", "rejected_connections"), 0)
     values |= dict.fromkeys(("agree_seconds", "move_seconds", "compute_seconds"), math.nan)
     counts = ("collectives", "bytes_in", "bytes_plain", "bytes_sent")
     values |= {name: getattr(found, name) for name in counts}

@@ -52,7 +52,7 @@ class CommInfo(_Sized):
         ("wire", c_char_p),
         ("host", c_int32),
         ("hosts", c_int32),
-        ("strangers", c_int64),
+        ("rejected_connections", c_int64),
     )
 
 

@@ -69,7 +69,7 @@ class Communicator {
   const std::shared_ptr<const Topology> topology;
   const std::string type;
   const Seconds timeout;
-  int64_t strangers() const { return engine_ ? engine_->strangers() : 0; }
+  int64_t rejected_connections() const { return engine_ ? engine_->rejected_connections() : 0; }
   const char* transport_name() const { return engine_ ? engine_->transport_name() : "self"; }
   // "" before the first collective on GPUs.
   const char* wire_name() const;

@@ -53,7 +53,7 @@ def test_sums_equal_the_oracle(hosts: Any, tmp_path: Path, size: int) -> None:
     expected = [collective_cases.expected(case, size) for case in run_hosts.CASES]
     assert [each["host"] for each in found] == [f"h{rank}" for rank in range(size)]
     for rank, each in enumerate(found):
-        assert (each["transport"], each["strangers"]) == ("tcp", 0)
+        assert (each["transport"], each["rejected_connections"]) == ("tcp", 0)
         assert each["digests"] == [case[rank] for case in expected]
 
 
@@ -194,8 +194,8 @@ def test_unauthenticated_peer_is_ignored(hosts: Any, tmp_path: Path) -> None:
     found = [said(each)[0] for each in together(hosts, ranks("stranger", 2, tmp_path))]
     knocking.join()
     assert not failures
-    assert found[0]["strangers"] >= 1
-    assert found[1]["strangers"] == 0
+    assert found[0]["rejected_connections"] >= 1
+    assert found[1]["rejected_connections"] == 0
     expected = [collective_cases.expected(case, 2) for case in run_hosts.CASES]
     for rank, each in enumerate(found):
         assert each["digests"] == [case[rank] for case in expected]

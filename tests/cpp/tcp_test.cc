@@ -227,9 +227,10 @@ void ranks_connect_despite_unauthenticated_peers() {
     last_may_come = true;
   });
   CHECK(!foreign_accepted, "a peer with the key of another communicator");
-  CHECK(connected[0].strangers >= 7, join(connected[0].strangers, " unauthenticated peers"));
+  CHECK(connected[0].rejected_connections >= 7,
+        join(connected[0].rejected_connections, " unauthenticated peers"));
   for (int rank = 1; rank < kSize; ++rank)
-    CHECK(connected[rank].strangers == 0, "unauthenticated peers of other ranks");
+    CHECK(connected[rank].rejected_connections == 0, "unauthenticated peers of other ranks");
   for (int a = 0; a < kSize; ++a)
     for (int b = 0; b < kSize; ++b) {
       const int there = connected[a].connections[b].get();
@@ -260,7 +261,8 @@ void many_unauthenticated_peers_block_no_rank() {
   connected[1] = rendezvous[1].connect(offers, {{true, true}, kLimit});
   first.join();
   CHECK(connected[0].connections[1].get() >= 0, "the ranks are not connected");
-  CHECK(connected[0].strangers == 150, join(connected[0].strangers, " unauthenticated peers"));
+  CHECK(connected[0].rejected_connections == 150,
+        join(connected[0].rejected_connections, " unauthenticated peers"));
 }
 
 // A rank gives up on a connection that does not respond, perhaps just before it is accepted.

@@ -86,7 +86,7 @@ def main() -> None:
         "host": socket.gethostname(),
         "transport": comm.transport,
         "digests": digests,
-        "strangers": comm.stats().strangers,
+        "rejected_connections": comm.stats().rejected_connections,
         **(lose(comm) if CASE in ("kill", "link") else {}),
     }
     assert not MPI.Is_initialized()

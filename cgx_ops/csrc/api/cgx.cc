@@ -239,7 +239,7 @@ cgx_status_t cgx_comm_info(int32_t comm, cgx_comm_info_t* info) {
                                  communicator->wire_name(),
                                  communicator->topology->host_of(communicator->rank),
                                  communicator->topology->hosts(),
-                                 communicator->strangers()};
+                                 communicator->rejected_connections()};
     std::memcpy(info, &all, info->struct_size);
   });
 }

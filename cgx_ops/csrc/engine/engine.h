@@ -64,7 +64,7 @@ class Engine : private Sink {
   bool failed() const { return failed_ || peer_failed_; }
   int64_t bytes_sent() const { return bytes_sent_.load(); }
   Totals totals() const;
-  int64_t strangers() const { return transport_->strangers(); }
+  int64_t rejected_connections() const { return transport_->rejected_connections(); }
   const char* transport_name() const { return transport_->name(); }
 
  private:

@@ -22,7 +22,7 @@ class HybridTransport : public Transport {
       : name_(name), near_(std::move(near)), far_(std::move(far)), is_near_(std::move(is_near)) {}
 
   const char* name() const override { return name_; }
-  int64_t strangers() const override { return far_->strangers(); }
+  int64_t rejected_connections() const override { return far_->rejected_connections(); }
 
   BufferRef allocate(size_t bytes) override { return near_->allocate(bytes); }
   void send_control(int destination, std::span<const std::byte> message) override {

@@ -49,7 +49,7 @@ BlockPool& blocks() {
 class TcpTransport : public Transport, private Arrival::Release {
  public:
   TcpTransport(int rank, TcpRendezvous::Connected met, std::chrono::duration<double> silence)
-      : rank_(rank), strangers_(met.strangers), links_(met.connections.size()) {
+      : rank_(rank), rejected_(met.rejected_connections), links_(met.connections.size()) {
     if (epoll_.get() < 0) fail_system("epoll_create1");
     if (bell_.get() < 0) fail_system("eventfd");
     watch(EPOLL_CTL_ADD, bell_.get(), EPOLLIN, kBell);
@@ -64,7 +64,7 @@ class TcpTransport : public Transport, private Arrival::Release {
   }
 
   const char* name() const override { return "tcp"; }
-  int64_t strangers() const override { return strangers_; }
+  int64_t rejected_connections() const override { return rejected_; }
 
   BufferRef allocate(size_t bytes) override {
     auto block = blocks().take(bytes);
@@ -342,7 +342,7 @@ class TcpTransport : public Transport, private Arrival::Release {
   }
 
   const int rank_;
-  const int64_t strangers_;
+  const int64_t rejected_;
   const FileDescriptor epoll_{epoll_create1(EPOLL_CLOEXEC)};
   const FileDescriptor bell_{eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)};
   std::atomic<bool> rung_{false};

@@ -175,7 +175,7 @@ class Rendezvous {
       step(now);
       wait();
     }
-    return {std::move(connections_), strangers_ + static_cast<int64_t>(visitors_.size())};
+    return {std::move(connections_), rejected_ + static_cast<int64_t>(visitors_.size())};
   }
 
  private:
@@ -187,7 +187,7 @@ class Rendezvous {
       if (!met(dialer.peer())) dialer.step(now);
     visitors_.remove_if([&](const Conversation& visitor) {
       const bool over = !visitor.failure().empty() || now >= visitor.until();
-      strangers_ += over;
+      rejected_ += over;
       return over;
     });
   }
@@ -248,7 +248,7 @@ class Rendezvous {
       if (socket.get() < 0) return;
       if (visitors_.size() >= kMostVisitors + connections_.size()) {
         visitors_.pop_front();
-        ++strangers_;
+        ++rejected_;
       }
       visitors_.emplace_back(std::move(socket),
                              Handshake::accept(key_, rank_, static_cast<int>(connections_.size())),
@@ -283,7 +283,7 @@ class Rendezvous {
   std::vector<FileDescriptor> connections_;  // by rank
   const Clock::time_point deadline_;
   int missing_ = 0;
-  int64_t strangers_ = 0;
+  int64_t rejected_ = 0;
   std::list<Dialer> dialers_;
   std::list<Conversation> visitors_;  // oldest first
 };

@@ -36,7 +36,7 @@ class TcpRendezvous {
   struct Connected {
     std::vector<FileDescriptor> connections;  // by rank; unset for ranks that were not to be
                                               // reached
-    int64_t strangers;                        // connections without a valid proof
+    int64_t rejected_connections;             // connections without a valid proof
   };
   // Throws Error(CGX_SYSTEM), which lists the missing ranks and the reasons.
   Connected connect(const std::vector<TcpOffer>& offers, const Reach& reach);

@@ -60,7 +60,7 @@ class SendState {
   void give_up() { given_up_ = true; }
   bool given_up() const { return given_up_; }
 
-  int unsent() const { return unsent_; }  // not handed over to the peer, kernel or MPI
+  int unsent() const { return unsent_; }          // not handed over to the peer, kernel or MPI
   int unreleased() const { return unreleased_; }  // limits the messages in flight of a collective
   bool unread_by(int rank) const { return unread_by_[rank] != 0; }
 
@@ -156,7 +156,7 @@ class Transport {
   virtual void leave(bool graceful, const std::string& reason) = 0;
 
   // The number of unauthenticated connections that were rejected.
-  virtual int64_t strangers() const { return 0; }
+  virtual int64_t rejected_connections() const { return 0; }
 };
 
 // ---- the table -----------------------------------------------------------------------------

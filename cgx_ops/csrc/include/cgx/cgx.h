@@ -151,8 +151,8 @@ typedef struct cgx_comm_info_t {
   int32_t host;        /**< Number of this rank's host. Hosts are numbered in the order of their
                             first ranks. */
   int32_t hosts;       /**< Number of hosts. */
-  int64_t strangers;   /**< TCP connections that were rejected during setup: the peer did not have
-                            the communicator's key, or claimed a rank that was connected. */
+  int64_t rejected_connections; /**< TCP connections that were rejected during setup: the peer did
+                          not have the communicator's key, or claimed a rank that was connected. */
 } cgx_comm_info_t;
 
 /** Totals of this process since it started. Bytes are counted as in cgx_comm_info_t. */
