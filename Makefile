@@ -1,5 +1,5 @@
-# Every target creates .venv if it is missing, and rebuilds changed files. Required are Python 3.11
-# or 3.12 with headers, a C++20 compiler and make; pip installs the rest.
+# Every target creates .venv if it is missing, and rebuilds changed files. Required are Python 3.11 to
+# 3.13 with headers, a C++20 compiler and make; pip installs the rest.
 PYTHON ?= python3
 
 BIN := .venv/bin

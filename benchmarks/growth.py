@@ -133,7 +133,7 @@ class ThreadRank:
     def __init__(self, rank: int, barrier: threading.Barrier, seconds: list[float]) -> None:
         self._rank, self._barrier, self._seconds = rank, barrier, seconds
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         self._barrier.wait()
 
     def slowest(self, seconds: float) -> float:

@@ -95,7 +95,7 @@ class EveryoneByTorch:
         self._group: Any = dist.new_group(backend="gloo")
         self.rank = dist.get_rank()
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         """Return once every rank has called."""
         self.gather("")
 
@@ -133,7 +133,7 @@ def calibrate(step_of: Callable[[int], Step], seconds: float, first: int) -> int
         step()  # brings memory in, or compiles
         samples = []
         for _ in range(_SAMPLES):
-            ranks().meet()
+            ranks().barrier()
             begin = time.perf_counter()
             step()
             samples.append(ranks().slowest(time.perf_counter() - begin))
@@ -171,10 +171,10 @@ def measured(
 
 
 def _sent_by(step: Step) -> int:
-    ranks().meet()
+    ranks().barrier()
     before = _sent_bytes()
     step()
-    ranks().meet()
+    ranks().barrier()
     return _sent_bytes() - before
 
 

@@ -43,10 +43,9 @@ def start(
 # ---- The backend "cgx": cgx_ops/torch/backend/process_group.py --------------------------------
 
 class Compression:
-    """Config.text and Config.seed as the core wants them.
+    """The text of a Config, and the seed of its noise.
 
-    larger: what messages travel by instead, by rising number of elements: from so many on, where
-    an element has so many bytes.
+    larger: The same for messages of at least so many elements, in ascending order.
     """
 
     def __init__(
@@ -59,18 +58,18 @@ class ScopeKind(enum.Enum):
     UNCOMPRESSED = ...
 
 class Scope:
-    """What `with compressed()` or `with uncompressed()` say to the calling thread."""
+    """The block of `compressed()` or `uncompressed()` that the calling thread is in."""
 
     def __init__(self, kind: ScopeKind, compression: Compression | None = None) -> None: ...
 
 def exchange_scope(scope: Scope) -> Scope:
-    """Make `scope` the calling thread's and return what it was."""
+    """Set the scope of the calling thread and return the previous one."""
 
 def drain(seconds: float) -> None:
     """Wait until no callback of a future runs, or the seconds have passed."""
 
 class Automatic(enum.Enum):
-    """What a group compresses that nobody asked for by a scope."""
+    """The allreduces that a group compresses outside of `compressed()` blocks."""
 
     GRADIENTS = ...
     EVERYTHING = ...

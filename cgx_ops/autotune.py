@@ -123,7 +123,7 @@ def bits_for(
     *,
     element_bytes: int = 4,
 ) -> int:
-    """Return the bits in which an allreduce of `numel` values is best sent; 32 means exact.
+    """Return the fastest number of bits for an allreduce of `numel` values; 32 means exact.
 
     The first call for a communicator and config times allreduces of 4 KiB to 16 MiB, for at most a
     second; all ranks must make it. All ranks get the same answer, by these rules:

@@ -35,8 +35,7 @@ namespace {
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-// ---- 1. the parts
-// --------------------------------------------------------------------------
+// ---- 1. the parts ---------------------------------------------------------------------------
 
 // For one tensor or a list, with or without residuals.
 variable_list all_reduce_native(at::TensorList xs, at::TensorList residuals, const Seed& seed,

@@ -16,7 +16,7 @@ namespace cgx::torch_ops {
 namespace {
 
 // Throws unless both tensors have one dtype and device.
-void check_alike(const at::Tensor& a, const at::Tensor& b) {
+void check_same_kind(const at::Tensor& a, const at::Tensor& b) {
   if (a.scalar_type() != b.scalar_type()) {
     C10_THROW_ERROR(
         TypeError,
@@ -37,7 +37,7 @@ void check_list(at::TensorList xs, at::TensorList residuals, const Options& opti
   for (const at::TensorList list : {xs, residuals}) {
     for (const at::Tensor& x : list) {
       options.check(x);
-      check_alike(xs.empty() ? list[0] : xs[0], x);
+      check_same_kind(xs.empty() ? list[0] : xs[0], x);
     }
   }
 }

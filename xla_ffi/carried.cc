@@ -210,8 +210,7 @@ void Decode(ffi::Dictionary attributes, U32Buffer rank, U32Buffer seeds, U8Buffe
                            static_cast<int64_t>(gathered.element_count())));
 }
 
-// ---- bindings --
-// ---------------------------------------------------------------------------------
+// ---- bindings -------------------------------------------------------------------------------
 
 // Converts a function that throws to a handler.
 template <typename... Arguments>

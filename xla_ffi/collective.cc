@@ -1,9 +1,8 @@
 // One execution of a collective on one CPU device:
 //
-//   1. Execute, on a thread of XLA: copies its arguments, and returns a future. It never blocks:
-//   XLA
-//      runs independent calls in any order, so a call that waits for its peers could hold the
-//      thread that other calls need.
+//   1. Execute, on a thread of XLA: copies its arguments, and returns a future. It never blocks,
+//      since XLA runs independent calls in any order: a call that waits for its peers could hold
+//      the thread that other calls need.
 //   2. It starts on the communicator of its group, with a key that does not depend on the order of
 //      calls (see site.h):
 //        among devices     all devices of the group are in this process, each a rank

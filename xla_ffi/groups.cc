@@ -41,7 +41,7 @@ T& FindGroup(const std::string& name, const Arguments&... arguments) {
 struct LocalGroup {
   std::mutex mutex;
   std::vector<int32_t> comms;  // by rank; empty before the first use
-  bool abandoned = false;      // whether comms are
+  bool abandoned = false;      // the communicators must be made again
   int64_t generation = 0;
   RecentRuns<std::vector<int32_t>> runs;  // the communicators that a run started with
 };

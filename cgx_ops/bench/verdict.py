@@ -48,7 +48,7 @@ class Series:
 
     @classmethod
     def all_of(cls, results: Sequence[Result]) -> "dict[str, Series]":
-        """Return the series of each contender; of a size that was measured twice, the last."""
+        """Return the series of each contender. The last measurement of a size counts."""
         found: dict[str, dict[int, Result]] = {}
         for result in results:
             found.setdefault(result.contender, {})[result.bytes // 4] = result
@@ -128,7 +128,7 @@ class Comparison:
 
 
 def out_of_reach(parameters: int, sizes: Sequence[int]) -> str:
-    """Return why sizes (in bytes) say nothing about a model of so many parameters; "" if they do.
+    """Return why no verdict on a model is possible from these sizes (in bytes); "" if it is.
 
     Times of small messages do not predict those of large ones. So the gradients must not be smaller
     than the smallest size, nor 16 times larger than the largest one.

@@ -1,9 +1,9 @@
-"""Bits that follow a model as it trains: measured and decided every so many steps.
+"""Choose the bits of each tensor while a model trains.
 
-    in some steps    each rank computes the statistic of each free tensor (codec.statistic); ranks
-                     average them, exactly, in one small message
-    LAG steps later  all ranks have the average, and count it
-    every so often   allocate_bits() (or CGX's clusters) of the mean gives the bits from then on
+    in some steps       each rank computes the statistic of each free tensor (codec.statistic);
+                        ranks average them, exactly, in one small message
+    LAG steps later     all ranks have the average, and add it to the mean
+    every `every` steps allocate_bits() (or CGX's clusters) computes new bits from the mean
 
 A decision depends only on the averages, which are equal on all ranks to the bit, and on the steps.
 So ranks do not exchange decisions. agree() compares the initial state of the ranks, and the header

@@ -250,5 +250,5 @@ def _verdict(bits: int, exact: float, compressed: float) -> str:
         return f"Verdict: no difference; {times} (less than {NO_DIFFERENCE:.0%} apart)."
     if compressed < exact:
         ratio = f"{exact / compressed:.3g} times as fast"
-        return f"Verdict: {bits} bits are faster; {times} ({ratio})."
+        return f"Verdict: {bits} {'bit is' if bits == 1 else 'bits are'} faster; {times} ({ratio})."
     return f"Verdict: {bits} bits are slower; {times} ({compressed / exact:.3g} times as long)."

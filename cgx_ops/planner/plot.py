@@ -16,6 +16,7 @@ from cgx_ops.planner.model import Passage
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+_OF_GROUPS = COLOURS[:-1]  # black has another meaning
 _HEIGHT = 0.7  # of a lane
 _Bars = dict[str, list[tuple[float, float]]]  # by lane: the begin and the end of each message
 
@@ -85,7 +86,7 @@ def _bars(axes: "Axes", lanes: _Bars) -> None:
         for index, (begin, end) in enumerate(messages):
             axes.broken_barh(
                 [(1e3 * begin, 1e3 * (end - begin))], (lane - _HEIGHT / 2, _HEIGHT),
-                facecolor=COLOURS[index % 6], edgecolor="white", linewidth=0.4,
+                facecolor=_OF_GROUPS[index % len(_OF_GROUPS)], edgecolor="white", linewidth=0.4,
             )  # fmt: skip
     axes.set_yticks(range(len(lanes)), list(lanes))
     axes.invert_yaxis()

@@ -16,7 +16,8 @@ def test_recipes_equal_the_tested_programs() -> None:
             blocks = re.findall(r"^```python\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)
             if not named:
                 continue
-            program = {line.strip() for line in (HERE / named[1]).read_text().splitlines()}
+            # An iterator: `in` goes on behind the line that it found, so the order counts, too.
+            program = (line.strip() for line in (HERE / named[1]).read_text().splitlines())
             recipe = [line.strip() for block in blocks for line in block.splitlines()]
             assert recipe, named[1]
             for line in recipe:

@@ -47,7 +47,7 @@ def _readers_program(block: str) -> dict[str, Any]:
         "e": torch.zeros_like(x), "rank": dist.get_rank(), "steps_per_epoch": 10,
         "subgroup": None, "mesh": {"data": dist.group.WORLD}, "batch": torch.ones(64, 64),
         "weights": {"head": torch.ones(8, 8, requires_grad=True)},
-        "train_step": lambda x: collectives.all_reduce(x, "avg", dist.group.WORLD) + 1,
+        "train_step": lambda x: collectives.all_reduce(x, "avg", dist.group.WORLD) + 1,  # pyright: ignore[reportArgumentType]
         "state": ddp.QuantizedAllreduceState(), "batches": [x] * 3, "folder": "checkpoint",
         "optimizer": torch.optim.SGD(net.parameters(), lr=0.1), "optimizer_state": {},
         "loss": (lambda model, batch: model(batch).sum()) if has_loop else model(x).sum(),

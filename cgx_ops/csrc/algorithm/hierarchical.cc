@@ -315,8 +315,8 @@ class Hierarchical : public Algorithm {
   const Plan plan_;
   const Topology& topology_;
   const Layout layout_;
-  const int hosts_, lanes_, host_, local_rank_;  // place_: my rank on my host, and my lane if I am
-                                                 // in one
+  const int hosts_, lanes_, host_;
+  const int local_rank_;  // on this host; its lane, if it is in one
   const int most_unreleased_;
   std::vector<Neighbour> neighbours_;   // by rank on the host
   Neighbour* next_ = nullptr;           // the next destination of phase 1; null: phase 1 is done

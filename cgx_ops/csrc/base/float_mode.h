@@ -24,8 +24,7 @@ class FloatMode {
   }
   ~FloatMode() { asm volatile("msr fpcr, %0" ::"r"(saved_) : "memory"); }
 #else
-#error \
-    "cgx supports x86-64 and aarch64: add this processor's floating-point control register to FloatMode"
+#error "cgx supports x86-64 and aarch64: add this processor's control register to FloatMode"
 #endif
   FloatMode(const FloatMode&) = delete;
   FloatMode& operator=(const FloatMode&) = delete;

@@ -67,8 +67,9 @@ std::string ternary_diverges(const CodecSettings& settings) {
 }
 
 std::string votes_have_no_loss(const CodecSettings& /*settings*/) {
-  return "a vote has no magnitude, so there is no quantization error: use compressor='levels' with "
-         "bits=1, which sends as many bytes";
+  return "a vote has no magnitude, so its quantization error is not defined: use "
+         "compressor='levels' "
+         "with bits=1, which sends as many bytes";
 }
 
 std::vector<CodecEntry>& table() {

@@ -85,7 +85,7 @@ CudaDevice& CudaDevice::get(int ordinal) {
 
 CudaDevice::CudaDevice(int ordinal) : ordinal_(ordinal) {
   cudaDeviceProp properties{};
-  check(cudaGetDeviceProperties(&properties, ordinal), "asking ", name(), " for its properties");
+  check(cudaGetDeviceProperties(&properties, ordinal), "querying the properties of ", name());
   require(properties.major >= kOldestMajor, CGX_UNSUPPORTED, name(), " (", properties.name,
           ") has compute capability ", properties.major, ".", properties.minor,
           ", but cgx_ops needs ", kOldestMajor, ".0 or newer: pass device=CPU");

@@ -35,7 +35,7 @@ Address read(const Bytes& bytes) {
   return address;
 }
 
-bool tells_of_death(int code) {
+bool means_dead_peer(int code) {
 #if defined(OMPI_HAVE_MPI_EXT_FTMPI) && OMPI_HAVE_MPI_EXT_FTMPI
   int kind = MPI_SUCCESS;
   MPI_Error_class(code, &kind);
@@ -191,7 +191,7 @@ void JobMessages::abandon(std::chrono::duration<double> at_most) {
 
 void JobMessages::require_success(int code, int peer) const {
   if (code == MPI_SUCCESS) return;
-  const bool died = tells_of_death(code);
+  const bool died = means_dead_peer(code);
   fail(died ? CGX_PEER_FAILED : CGX_SYSTEM, "MPI ", died ? "has lost" : "cannot reach", " rank ",
        peer, ", rank ", peers_[peer].rank, " of the job: ", mpi_text(code));
 }

@@ -4,9 +4,10 @@ cgx_ops runs every allreduce (sum, avg, min, max, product) of float32, float16 a
 CUDA tensors need a build with CUDA. An inner gloo or NCCL backend runs all other collectives. The
 communicator of a group has the group's name: `cgx_ops.Communicator.find(group.group_name)`.
 
-An allreduce is compressed only if all of the following holds; otherwise it is exact:
+An allreduce is compressed only if all of the following hold; otherwise it is exact:
 
-- The group's Config has fewer than 32 bits (`CGX_COMPRESSION_QUANTIZATION_BITS` or BackendOptions).
+- The Config has fewer than 32 bits: that of the `compressed()` block, else the group's
+  (`CGX_COMPRESSION_QUANTIZATION_BITS` or BackendOptions).
 - It is a sum or an average of at least max(16, minimal_size) elements.
 - It synchronizes gradients, it is inside a `compressed()` block, or the group has compress="all".
 - It is not inside an `uncompressed()` block.
@@ -343,7 +344,7 @@ def _make(
     store = groups.own_store(store, name, rank)
     gather = groups.store_allgather(store, rank, size, name, timeout)
     if chosen is not None:
-        _require_alike(name, chosen, gather)
+        _require_same_options(name, chosen, gather)
     comm = groups.connect(gather, rank, size, name, timeout, transport)
     try:
         inner = _inner(store, rank, size, options)
@@ -364,7 +365,7 @@ def _make_related(
     return _make(store, rank, size, options)
 
 
-def _require_alike(name: str, options: BackendOptions, gather: Gather) -> None:
+def _require_same_options(name: str, options: BackendOptions, gather: Gather) -> None:
     """Raise on every rank if ranks have different compression options.
 
     With different options, ranks could wait for each other: some would use the DDP hook, others

@@ -70,7 +70,7 @@ class ExchangingOptimizer(Optimizer):
 
     def __init__(self, params: Any, defaults: dict[str, Any], exchange: Exchange) -> None:
         self.exchange = exchange
-        self._alike = self._consolidated = False
+        self._compared = self._consolidated = False
         super().__init__(params, defaults)
 
     @property
@@ -151,8 +151,8 @@ class ExchangingOptimizer(Optimizer):
     @full_precision()
     def _step_together(self) -> None:
         scaling = scaling_of(self)
-        if not self._alike:
-            self._require_alike(by_scaler=scaling is not None)
+        if not self._compared:
+            self._require_same_states(by_scaler=scaling is not None)
         if scaling is not None and self.exchange.any_rank(scaling.overflows):
             return
         self._consolidated = False
@@ -211,7 +211,7 @@ class ExchangingOptimizer(Optimizer):
 
     # ---- 3. compare ranks ------------------------------------------------------------------------
 
-    def _require_alike(self, *, by_scaler: bool) -> None:
+    def _require_same_states(self, *, by_scaler: bool) -> None:
         """Compare parameters and settings across ranks. Collective."""
         fields: dict[str, object] = {"step": self.exchange.steps, "a GradScaler:": by_scaler}
         for i, group in enumerate(self.param_groups):
@@ -229,7 +229,7 @@ class ExchangingOptimizer(Optimizer):
             "DistributedDataParallel does, or load the same checkpoint",
             error=InvalidArgument,
         )
-        self._alike = True
+        self._compared = True
 
     # ---- 4. checkpoints --------------------------------------------------------------------------
 
@@ -285,7 +285,7 @@ class ExchangingOptimizer(Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes of copies and pickles. Ranks compare them at the next step."""
         own = {name: getattr(self, name) for name in self.of_copy}
-        return {**super().__getstate__(), **own, "_alike": False}
+        return {**super().__getstate__(), **own, "_compared": False}
 
     def _own_key(self) -> str:
         group = self.exchange.group
@@ -361,7 +361,7 @@ class ExchangingOptimizer(Optimizer):
         for p, state in zip(parameters, saved, strict=True):
             # Undo torch's cast to the parameter's dtype.
             self.state[p] = {name: x.to(p.device, copy=True) for name, x in state.items()}
-        self._alike, self._consolidated = False, not owned
+        self._compared, self._consolidated = False, not owned
 
 
 # The function that keeps only "state" and "param_groups" of a state_dict().

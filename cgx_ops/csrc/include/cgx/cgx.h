@@ -21,8 +21,9 @@
  * the steps of section 5, and section 6 on the CPU.
  *
  * Versions: structs begin with struct_size = sizeof(struct). The library compares it, and returns
- * CGX_INVALID_ARGUMENT to callers that were built with other headers. cgx_config_t and
- * cgx_segment_t have no struct_size: they are members of such structs. */
+ * CGX_INVALID_ARGUMENT to callers that were built with other headers, except from cgx_comm_info,
+ * which fills as much as the caller's struct holds. cgx_config_t and cgx_segment_t have no
+ * struct_size: they are members of such structs. */
 #ifndef CGX_CGX_H_
 #define CGX_CGX_H_
 

@@ -129,8 +129,8 @@ def pmean_q(
     """Average an array or pytree over mesh axes like `jax.lax.pmean`, with quantized messages.
 
     It works like `psum_q` in every other respect. The float32 sum is divided by the number of
-    devices before it is compressed for the way back. Residuals have the
-    scale of `x`, as in `psum_q`: the error of the mean is multiplied by the number of devices.
+    devices before it is compressed for the way back. Residuals have the scale of `x`, as in
+    `psum_q`: the error of the mean is multiplied by the number of devices.
 
     Args:
         x: An array or a pytree of arrays of float32, float16 or bfloat16, of any shape.
