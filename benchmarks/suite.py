@@ -140,7 +140,7 @@ PARTS: dict[str, tuple[Run, ...]] = {
     ),
     "convergence": (
         Run(
-            "convergence-characters",  # convergence.json has all tasks, which take two hours
+            "convergence-characters",  # convergence.json has all tasks, which take 1.5 hours
             (
                 *("benchmarks/convergence.py", "--tasks", "characters", "--hosts", "2"),
                 *("--seeds", "0", "--budget", "8"),

@@ -31,6 +31,8 @@ The APIs differ in these points:
   and its `compress_grads` sums, as `jax.grad` does.
 - **`key`** is JAX's source of randomness. PyTorch and numpy have seeds and counters instead.
 - **`out`**, `segments` and `timeout` belong to numpy: frameworks own memory and messages.
+  `Communicator.allreduce` has the arguments of `cgx_ops.allreduce`, and `segments`, `seed` and
+  `timeout`.
 - **`fuse`** divides a JAX tree into messages. PyTorch's buckets do that for DDP.
 - **`mesh`** is that of `jax.shard_map`.
 - **`carrier`** names the framework's own collectives as the transport: "c10d" or "xla".
