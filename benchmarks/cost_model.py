@@ -165,7 +165,7 @@ def sra(values: int, bits: int, ranks: Ranks) -> Work:
 
 
 def ring(values: int, bits: int, ranks: Ranks) -> Work:
-    """2(n-1) steps to the right-hand neighbour, as the last rank of a host sees it."""
+    """2(n-1) steps to the right-hand neighbor, as the last rank of a host sees it."""
     shards = ranks.size - 1  # that it adds to, and decodes
     size = wire_bytes(values, bits) / ranks.size
     messages = _messages(size, ranks)

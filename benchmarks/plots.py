@@ -36,7 +36,7 @@ from cgx_ops.bench.results import Result
 
 RESULTS = Path(__file__).resolve().parent / "results"
 
-# Colours of Okabe and Ito, which differ to every eye; cgx in full lines, what others do in thin.
+# Colors of Okabe and Ito, which differ to every eye; cgx in full lines, what others do in thin.
 _STYLE: dict[str, dict[str, Any]] = {
     "mpi": {"color": "#000000", "marker": "s"},
     "gloo": {"color": "#7f7f7f", "marker": "o"},

@@ -166,7 +166,7 @@ _OF_TRANSPORTS = ("CGX_INNER_COMMUNICATOR_TYPE", "CGX_CROSS_COMMUNICATOR_TYPE")
 
 
 def _check_switch(variable: str, words: Mapping[str, str | None], text: str) -> None:
-    """Raise InvalidArgument unless the variable requests the only available behaviour."""
+    """Raise InvalidArgument unless the variable requests the only available behavior."""
     accepted = next(word for word, refusal in words.items() if refusal is None)
     refusal = words.get(text.upper(), "")
     if refusal is not None:

@@ -8,7 +8,7 @@ from cgx_ops.errors import InvalidArgument, Unsupported
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# The colours of Okabe and Ito, which colour-blind readers can tell apart.
+# The colors of Okabe and Ito, which color-blind readers can tell apart.
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#000000")
 
 

@@ -16,7 +16,7 @@ def console(least_width: int = 0) -> Console:
 
     mpirun gives each rank a pseudo-terminal, even if its own output goes to a pipe or a file. A
     rank cannot tell these cases apart, so all ranks under mpirun write plain text. As usual, a
-    non-empty variable FORCE_COLOR turns colours on.
+    non-empty variable FORCE_COLOR turns colors on.
 
     Args:
         least_width: columns to use even if the terminal has fewer. Pipes and files get 120.

@@ -1,10 +1,10 @@
 """Group tensors into messages so that a step ends as early as possible under the model.
 
-  1. Order the tensors by readiness, and merge neighbours if there are too many.
+  1. Order the tensors by readiness, and merge neighbors if there are too many.
   2. Search: for the first j tensors, find all groupings that may be part of the best one. Then
      walk back from the best grouping of all tensors.
 
-With many tensors the search has rounds. The first round merges neighbours until there are 100.
+With many tensors the search has rounds. The first round merges neighbors until there are 100.
 Later rounds have more tensors, and search only for groupings that end a thousandth earlier. Such a
 grouping hardly ever exists, and to find that out takes a hundredth of the time of a full search.
 
@@ -39,7 +39,7 @@ def partition(
     The result depends only on the arguments, to the bit. Ranks with equal arguments need not
     communicate. For up to 100 tensors no grouping ends earlier, and ties go to the fewest groups.
     For up to 400 tensors no grouping ends earlier by more than a thousandth. More tensors are first
-    merged with neighbours into units of at most 1/200 of the bytes (or one tensor).
+    merged with neighbors into units of at most 1/200 of the bytes (or one tensor).
 
     Args:
         numels: Values of each tensor.
@@ -92,10 +92,10 @@ def by_readiness(ready: Sequence[float]) -> list[int]:
 
 
 def merged(order: Sequence[int], bytes: Sequence[int], most: int) -> list[list[int]]:  # noqa: A002
-    """Return each tensor alone, or neighbours merged if there are more than `most`."""
+    """Return each tensor alone, or neighbors merged if there are more than `most`."""
     if len(order) <= most:
         return [[i] for i in order]
-    # Two neighbouring units together exceed the limit, so there are at most `most` units.
+    # Two neighboring units together exceed the limit, so there are at most `most` units.
     limit = 2 * sum(bytes) / (most - 1)
     units: list[list[int]] = []
     size = 0

@@ -1,4 +1,4 @@
-"""Draw the timeline of a step: compute, encode, link and decode, one colour per message.
+"""Draw the timeline of a step: compute, encode, link and decode, one color per message.
 
 The lanes are those of the model. If a program timed the messages, a lane below them shows how long
 each one was in flight. Nothing finer is measured: the statistics do not separate the encoding, the

@@ -84,7 +84,7 @@ def two_axes() -> None:
 
 
 def permuted_mesh() -> None:
-    """Permute the mesh, so that devices of one process are not neighbours."""
+    """Permute the mesh, so that devices of one process are not neighbors."""
     mesh = mesh_of((len(DEVICES),), ("d",), DEVICES[1::2] + DEVICES[0::2])
     for case in (Case(3000), Case(3000, keys="different")):
         check(mesh, ("d",), [range(mesh.size)], case)

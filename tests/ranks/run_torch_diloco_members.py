@@ -3,7 +3,7 @@
     run_torch_diloco_members.py PORT STEPS [DIES_AT]
 
 A store listens at PORT of this machine; members join by torch's elastic rendezvous. The member
-with DIES_AT is killed in the synchronisation after that step, while the others wait for it. The
+with DIES_AT is killed in the synchronization after that step, while the others wait for it. The
 remaining members continue and admit new ones. Prints the outcome as JSON.
 """
 

@@ -27,7 +27,7 @@ class OneBitAdam(ExchangingOptimizer):
     up to (1 - beta1) / sqrt(1 - beta2) = 3.2 times as large as Adam's: warm up lr. Weight decay is
     decoupled, as in AdamW. Elements whose v is 0 at the end of the warm-up, such as embedding rows
     that no batch used, are not updated any more. In one bit, their m would be as large as their
-    neighbours', divided by eps. (With DeepSpeed, the user masks them.) Tang et al.: 1-bit Adam,
+    neighbors', divided by eps. (With DeepSpeed, the user masks them.) Tang et al.: 1-bit Adam,
     ICML 2021.
 
     The optimizer needs each rank's own gradients: do not use a DistributedDataParallel that

@@ -189,10 +189,10 @@ class DiLoCo:
         return self.layout.placed(begin, specs, params, state.outer_parameters)
 
     def skip(self, state: DiLoCoState) -> DiLoCoState:
-        """Continue after a failed synchronisation: count the step without sending or applying.
+        """Continue after a failed synchronization: count the step without sending or applying.
 
         Call it in all processes, if the error of `outer` recommends it. Parameters, outer
-        parameters and residuals stay unchanged. The progress is sent with the next synchronisation.
+        parameters and residuals stay unchanged. The progress is sent with the next synchronization.
 
         Args:
             state: The state that was passed to the failed `outer`.
@@ -236,7 +236,7 @@ class DiLoCo:
                 settings or for another number of devices (see `consolidate`).
             cgx_ops.MismatchError: At the first call outside of `jax.jit`, in all processes: their
                 settings or outer parameters differ. The error names both sides.
-            jax.errors.JaxRuntimeError: A synchronisation failed. Outside of `jax.jit`, `params` and
+            jax.errors.JaxRuntimeError: A synchronization failed. Outside of `jax.jit`, `params` and
                 `state` are unchanged then: see `skip`.
         """
         if self._is_inside():

@@ -74,7 +74,7 @@ class Programs:
 
 @contextlib.contextmanager
 def _failing(fragment: int) -> Iterator[None]:
-    """Add the state of the loop and the remedy to the error of a failed synchronisation."""
+    """Add the state of the loop and the remedy to the error of a failed synchronization."""
     try:
         yield
     except jax.errors.JaxRuntimeError as error:

@@ -48,7 +48,7 @@ class DiLoCoState(NamedTuple):
 
     Attributes:
         step: Number of inner steps done, an int32 scalar, equal on all devices.
-        outer_parameters: The parameters after the last synchronisation, equal on all devices: a
+        outer_parameters: The parameters after the last synchronization, equal on all devices: a
             tree like the parameters of one device, with None for leaves that are not averaged.
         outer: The outer optimizer's state of each fragment, equal on all devices.
         residual: Each device's quantization error, with an axis over the devices in front, as in

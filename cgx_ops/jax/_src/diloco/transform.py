@@ -74,8 +74,8 @@ def diloco(
 
     Args:
         axis_name: Name of a mesh axis, or a tuple of names, over which devices train independently.
-        sync_every: Steps between two synchronisations of a parameter, at least 1.
-        fragments: Number of parts of the model that are synchronised in turn. A fragment has every
+        sync_every: Steps between two synchronizations of a parameter, at least 1.
+        fragments: Number of parts of the model that are synchronized in turn. A fragment has every
             fragments-th layer, and one is sent every `sync_every / fragments` steps. Must divide
             `sync_every`. Default 1.
         fragment_sync_delay: Steps from sending a fragment to applying it, less than `sync_every /
@@ -170,7 +170,7 @@ def sparse_loco(
 
     Args:
         axis_name: Name of a mesh axis, or a tuple of names.
-        sync_every: Steps between two synchronisations of a parameter.
+        sync_every: Steps between two synchronizations of a parameter.
         density: The fraction of values that each device sends. Default 1/64.
         **more: All other arguments of `diloco`, except `config` and `mean_over`.
 
