@@ -156,6 +156,7 @@ def _execute(script: str, folder: Path) -> tuple[int | None, str, str]:
     environment = os.environ | _ENVIRONMENT
     environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     environment.pop("CGX_LOG", None)
+    environment["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "inductor")  # nothing from other runs
     process = subprocess.Popen(
         ["bash", "-c", script],
         cwd=folder,
