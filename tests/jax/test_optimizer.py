@@ -193,7 +193,7 @@ def test_feedback_bounds_the_error(feedback: bool) -> None:
 
 def test_one_bit_without_feedback_only() -> None:
     for knobs in ({"bits": 1}, {"gather_bits": 1}, {"rules": Rules([("kernel", 1)])}):
-        with pytest.raises(ValueError, match=r"'uniform': at 1 bit.*give 2 bits or more"):
+        with pytest.raises(ValueError, match=r"'uniform': at 1 bit.*use 2 bits or more"):
             average(**knobs).init({"kernel": WEIGHTS})
         assert average(error_feedback=False, **knobs).init({"kernel": WEIGHTS})
 
