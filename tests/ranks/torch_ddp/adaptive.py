@@ -184,7 +184,7 @@ def invalid_settings() -> None:
         "choices is (2, 8): bits is 8",
         lambda: state(Config(bits=3, compressor="levels"), adaptive(choices=(2, 8))),
     )
-    fails(InvalidArgument, "every is 4 and samples 5", lambda: adaptive(samples=5))
+    fails(InvalidArgument, "every is 4 and samples is 5", lambda: adaptive(samples=5))
     fails(InvalidArgument, "budget is 'cubed'", lambda: adaptive(budget="cubed"))
 
 
