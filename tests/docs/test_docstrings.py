@@ -105,6 +105,7 @@ def test_there_is_an_example(name: str) -> None:
     assert ">>> " in (inspect.getdoc(find(name)) or ""), f"{name} has no example"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", MODULES)
 def test_examples_run(module: str) -> None:
     """Run them in a separate process, since they start and end process groups."""

@@ -431,10 +431,9 @@ def test_code_of_the_readme_runs(framework: str, tmp_path: Path) -> None:
 
 
 def readme_code(framework: str) -> str:
-    """Return the first block of indented lines after the heading of a framework."""
+    """Return the first Python block below the heading of a framework."""
     text = (ROOT / "README.md").read_text()
-    section = text.split({"torch": "## PyTorch\n", "jax": "## JAX\n"}[framework])[1]
-    lines = section.split("\n## ")[0].splitlines()
-    start = next(i for i, line in enumerate(lines) if line.startswith("    "))
-    end = next(i for i in range(start, len(lines)) if lines[i] and not lines[i].startswith("    "))
-    return "\n".join(line[4:] for line in lines[start:end]) + "\n"
+    section = text.split({"torch": "### PyTorch\n", "jax": "### JAX\n"}[framework])[1]
+    found = re.search(r"^```python\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)
+    assert found is not None
+    return found[1]

@@ -13,6 +13,7 @@ _BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _DEVICES = 'import jax\njax.config.update("jax_num_cpu_devices", 4)\n'
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_examples_run(page: Path, tmp_path: Path) -> None:
     blocks = _BLOCK.findall(page.read_text())

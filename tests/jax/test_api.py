@@ -1,7 +1,5 @@
-"""Properties of all calls of cgx_ops.jax: names, roundings, settings by rules, examples."""
+"""Properties of all calls of cgx_ops.jax: names, roundings, settings by rules."""
 
-import doctest
-import importlib
 import inspect
 import pkgutil
 from typing import Any, Unpack
@@ -67,20 +65,6 @@ def test_all_calls_take_the_same_options() -> None:
         assert taken["keywords"].annotation == Unpack[Keywords]
         rules = taken.get("rules")
         assert rules is None or rules.default == (Rules() if call in FOR_GRADIENTS else None)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "collectives.psum",
-        "collectives.scatter_gather",
-        "collectives.allreduce",
-        "gradients.value_and_grad",
-        "transforms.average_gradients",
-    ],
-)
-def test_examples_of_docstrings(name: str) -> None:
-    assert doctest.testmod(importlib.import_module(f"cgx_ops.jax._src.{name}")).failed == 0
 
 
 @pytest.mark.parametrize("carrier", ["native", "xla"])
