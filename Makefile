@@ -23,7 +23,7 @@ PARTS = $(MAKE) --no-print-directory --jobs=3 --keep-going --output-sync=target
 DAILY = not exhaustive and not slow
 SLOW = slow and not exhaustive
 CORE = tests/core tests/numpy tests/planner
-.PHONY: test-jax test-torch test-core test-rest test-slow slow-jax slow-torch slow-rest
+.PHONY: test-jax test-torch test-core test-rest test-slow slow-docs slow-jax slow-torch slow-rest
 test: $(BUILT)
 	@echo "The tests of the core, JAX, torch and the rest run in parallel; each is shown at its end."
 	@$(PARTS) test-jax test-core test-rest test-torch
@@ -64,14 +64,17 @@ fast-core: $(BUILT)
 
 # .ci/run runs these, too.
 test-slow: $(BUILT)
-	@echo "The slow tests of JAX, torch and the rest run in parallel."
-	@$(PARTS) slow-rest slow-jax slow-torch
+	@echo "The slow tests of the documents, JAX, torch and the rest run in parallel."
+	@$(PARTS) slow-rest slow-docs slow-jax slow-torch
 
 slow-jax slow-torch: slow-%: $(BUILT)
 	$(BIN)/python -m pytest tests/$* -m "$(SLOW)"
 
+slow-docs: $(BUILT)
+	$(BIN)/python -m pytest tests/docs -m "$(SLOW)"
+
 slow-rest: $(BUILT)
-	$(BIN)/python -m pytest tests --ignore=tests/jax --ignore=tests/torch -m "$(SLOW)"
+	$(BIN)/python -m pytest tests $(addprefix --ignore=tests/,docs jax torch) -m "$(SLOW)"
 
 test-all: $(BUILT)
 	$(BIN)/python -m pytest tests
