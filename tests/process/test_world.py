@@ -263,7 +263,18 @@ def plain(n: int, program: str, *args: object, **env: str) -> list[str]:
 
 @pytest.mark.parametrize("backend", ["none", "cgx", slow("gloo")])
 def test_torch_and_numpy_under_torchrun(backend: str) -> None:
-    outputs = launch.torchrun(2, "run_world.py", backend, timeout=250)
+    outputs = []
+    # On a loaded machine one rank sometimes never returns from the constructor of torch's
+    # ProcessGroupGloo, while the other one has left it. Such a launch is repeated.
+    deadlines = [90, 90, 90] if backend == "gloo" else [250]
+    for deadline in deadlines:
+        try:
+            outputs = launch.torchrun(2, "run_world.py", backend, timeout=deadline)
+            break
+        except launch.Failed as failure:
+            if "ran past" not in str(failure):
+                raise
+    assert outputs, f"none of {len(deadlines)} launches ended in time"
     assert all(text.splitlines().count("right") == 1 for text in outputs), outputs
 
 
