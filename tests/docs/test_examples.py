@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from rich.progress import Progress
+from support.pages import python_blocks
 
 ROOT = Path(__file__).resolve().parents[2]
 PARAMETERS = 64 * 256 + 256 + 256 * 256 + 256 + 256 * 10 + 10
@@ -434,6 +435,4 @@ def readme_code(framework: str) -> str:
     """Return the first Python block below the heading of a framework."""
     text = (ROOT / "README.md").read_text()
     section = text.split({"torch": "### PyTorch\n", "jax": "### JAX\n"}[framework])[1]
-    found = re.search(r"^```python\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)
-    assert found is not None
-    return found[1]
+    return python_blocks(section)[0]

@@ -1,22 +1,21 @@
 """The Python blocks of each page in docs/guides/jax/ run in order as one program."""
 
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from support.pages import python_blocks
 
 PAGES = sorted((Path(__file__).resolve().parents[2] / "docs" / "guides" / "jax").glob("*.md"))
-_BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _DEVICES = 'import jax\njax.config.update("jax_num_cpu_devices", 4)\n'
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_examples_run(page: Path, tmp_path: Path) -> None:
-    blocks = _BLOCK.findall(page.read_text())
+    blocks = python_blocks(page.read_text())
     if not blocks:
         pytest.skip("no example")
     program = tmp_path / "page.py"

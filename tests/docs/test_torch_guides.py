@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import pytest
-from ranks.run_torch_guide import blocks_of
 from support import launch
+from support.pages import python_blocks
 
 GUIDES = Path(__file__).resolve().parents[2] / "docs" / "guides"
 PAGES = [*sorted((GUIDES / "torch").glob("*.md")), GUIDES / "diloco.md"]
@@ -19,7 +19,7 @@ def test_the_pages_are_found() -> None:
 def test_the_blocks_of_a_page_run(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    count = len(blocks_of(page))
+    count = len(python_blocks(page.read_text()))
     if not count:
         pytest.skip("the page has no block")
     monkeypatch.chdir(tmp_path)

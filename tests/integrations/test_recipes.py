@@ -3,6 +3,8 @@
 import re
 from pathlib import Path
 
+from support.pages import python_blocks
+
 HERE = Path(__file__).parent
 GUIDES = HERE.parents[1] / "docs/guides"
 PAGES = ("trainers.md", "ray.md")
@@ -13,7 +15,7 @@ def test_recipes_equal_the_tested_programs() -> None:
     for page in PAGES:
         for section in re.split(r"\n## (?=.*\n)", (GUIDES / page).read_text()):
             named = re.search(r"\]\(\.\./\.\./tests/integrations/(run_\w+\.py)\)", section)
-            blocks = re.findall(r"^```python\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)
+            blocks = python_blocks(section)
             if not named:
                 continue
             # An iterator: `in` goes on behind the line that it found, so the order counts, too.

@@ -11,16 +11,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from support.pages import python_blocks
 from torch import nn
 
 import cgx_ops.torch
 
-_BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-
 
 def blocks_of(page: Path) -> list[str]:
     """Return the Python blocks of a page that import cgx_ops."""
-    blocks = _BLOCK.findall(page.read_text())
+    blocks = python_blocks(page.read_text())
     return [block for block in blocks if re.search(r"^(import|from) cgx_ops", block, re.MULTILINE)]
 
 

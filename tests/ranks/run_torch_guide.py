@@ -4,15 +4,14 @@ Usage: run_torch_guide.py PAGE. _readers_program() has the names that blocks use
 them. Blocks that begin with ```{code-block} are fragments, and are not run.
 """
 
-import re
 import sys
-import textwrap
 import traceback
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from support.pages import python_blocks
 from torch import nn
 from torch.distributed import _functional_collectives as collectives
 from torch.nn.parallel import DistributedDataParallel
@@ -20,13 +19,6 @@ from torch.nn.parallel import DistributedDataParallel
 import cgx_ops.torch
 from cgx_ops import Config, Rules
 from cgx_ops.torch import ddp, fsdp
-
-_BLOCK = re.compile(r"^ *```python\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
-
-
-def blocks_of(page: Path) -> list[str]:
-    """Return the Python blocks of a page."""
-    return [textwrap.dedent(block) for block in _BLOCK.findall(page.read_text())]
 
 
 class _Net(nn.Sequential):
@@ -55,7 +47,7 @@ def _readers_program(block: str) -> dict[str, Any]:
 
 
 def main(page: Path) -> None:
-    for number, block in enumerate(blocks_of(page)):
+    for number, block in enumerate(python_blocks(page.read_text())):
         dist.init_process_group("cgx")
         names = _readers_program(block)
         if "init_process_group" in block:
