@@ -89,6 +89,7 @@ CudaDevice::CudaDevice(int ordinal) : ordinal_(ordinal) {
   require(properties.major >= kOldestMajor, CGX_UNSUPPORTED, name(), " (", properties.name,
           ") has compute capability ", properties.major, ".", properties.minor,
           ", but cgx_ops needs ", kOldestMajor, ".0 or newer: pass device=CPU");
+  processors_ = properties.multiProcessorCount;
   flushes_remote_writes_ =
       properties.gpuDirectRDMAFlushWritesOptions & cudaFlushGPUDirectRDMAWritesOptionHost;
   CUdevice device = 0;

@@ -32,6 +32,7 @@ class CudaDevice : public Device {
   int ordinal() const { return ordinal_; }
   const cudaUUID_t& uuid() const { return uuid_; }
   CUcontext context() const { return context_; }
+  int processors() const { return processors_; }  // number of multiprocessors
 
   // Runs `work`, which frees something, in a destructor or deleter. It may run after CUDA has
   // ended, which has freed everything then.
@@ -51,6 +52,7 @@ class CudaDevice : public Device {
   Memory allocate_pinned(size_t bytes);
 
   const int ordinal_;
+  int processors_ = 0;
   bool flushes_remote_writes_ = false;
   CUcontext context_ = nullptr;
   cudaUUID_t uuid_{};

@@ -27,17 +27,17 @@ CudaQueue::~CudaQueue() {
 
 void CudaQueue::encode(const Encode& launch) {
   const Current current(device_.context());
-  cuda::launch(launch, stream_);
+  cuda::launch(launch, device_.processors(), stream_);
 }
 
 void CudaQueue::reduce(const Reduce& launch) {
   const Current current(device_.context());
-  cuda::launch(launch, stream_);
+  cuda::launch(launch, device_.processors(), stream_);
 }
 
 void CudaQueue::decode(const Decode& launch) {
   const Current current(device_.context());
-  cuda::launch(launch, stream_);
+  cuda::launch(launch, device_.processors(), stream_);
 }
 
 void CudaQueue::signal(const Signals& launch) {

@@ -3,7 +3,9 @@
 
 namespace cgx::device::cuda {
 
-void launch(const Decode& decode, void* stream) { launch_all(decode, false, stream); }
+void launch(const Decode& decode, int processors, void* stream) {
+  launch_all(decode, false, processors, stream);
+}
 
 void load_decode_kernels() { load_kernels_of<UniformFormat, Decode>(); }
 

@@ -3,7 +3,9 @@
 
 namespace cgx::device::cuda {
 
-void launch_any(const Decode& decode, void* stream) { launch_of<AnyFormat>(decode, stream); }
+void launch_any(const Decode& decode, int processors, void* stream) {
+  launch_of<AnyFormat>(decode, processors, stream);
+}
 
 void load_any_decode_kernels() { load_kernels_of<AnyFormat, Decode>(); }
 

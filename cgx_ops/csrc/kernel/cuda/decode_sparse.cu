@@ -3,7 +3,9 @@
 
 namespace cgx::device::cuda {
 
-void launch_sparse(const Decode& decode, void* stream) { launch_of<SparseFormat>(decode, stream); }
+void launch_sparse(const Decode& decode, int processors, void* stream) {
+  launch_of<SparseFormat>(decode, processors, stream);
+}
 
 void load_sparse_decode_kernels() { load_kernels_of<SparseFormat, Decode>(); }
 

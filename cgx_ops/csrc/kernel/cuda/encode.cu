@@ -3,7 +3,9 @@
 
 namespace cgx::device::cuda {
 
-void launch(const Encode& encode, void* stream) { launch_all(encode, false, stream); }
+void launch(const Encode& encode, int processors, void* stream) {
+  launch_all(encode, false, processors, stream);
+}
 
 void load_encode_kernels() { load_kernels_of<UniformFormat, Encode>(); }
 

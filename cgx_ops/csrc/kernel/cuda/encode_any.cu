@@ -3,7 +3,9 @@
 
 namespace cgx::device::cuda {
 
-void launch_any(const Encode& encode, void* stream) { launch_of<AnyFormat>(encode, stream); }
+void launch_any(const Encode& encode, int processors, void* stream) {
+  launch_of<AnyFormat>(encode, processors, stream);
+}
 
 void load_any_encode_kernels() { load_kernels_of<AnyFormat, Encode>(); }
 

@@ -3,7 +3,9 @@
 
 namespace cgx::device::cuda {
 
-void launch_sparse(const Encode& encode, void* stream) { launch_of<SparseFormat>(encode, stream); }
+void launch_sparse(const Encode& encode, int processors, void* stream) {
+  launch_of<SparseFormat>(encode, processors, stream);
+}
 
 void load_sparse_encode_kernels() { load_kernels_of<SparseFormat, Encode>(); }
 

@@ -7,10 +7,10 @@
 
 namespace cgx::device::cuda {
 
-// Launches without values do nothing.
-void launch(const Encode& encode, void* stream);
-void launch(const Reduce& reduce, void* stream);
-void launch(const Decode& decode, void* stream);
+// `processors`: the multiprocessors of the device. Launches without values do nothing.
+void launch(const Encode& encode, int processors, void* stream);
+void launch(const Reduce& reduce, int processors, void* stream);
+void launch(const Decode& decode, int processors, void* stream);
 void launch(const Signals& signals, void* stream);
 
 // Loads every kernel onto the current device. Must be called before the first launch there.

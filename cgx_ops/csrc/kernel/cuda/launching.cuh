@@ -72,11 +72,7 @@ void for_kernels(Dtype dtype, const Visit& visit) {
 
 // Launches the pieces that the kernels of this format support.
 template <typename Format, typename Launch>
-void launch_of(const Launch& launch, void* stream) {
-  int device = 0, processors = 0;
-  require_success(cudaGetDevice(&device), "cudaGetDevice");
-  require_success(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device),
-                  "cudaDeviceGetAttribute");
+void launch_of(const Launch& launch, int processors, void* stream) {
   for_kernels<Format, Launch>(launch.dtype, [&](const auto& kernel, Takers takers) {
     Work work = work_for(Format::kFormats, takers, launch.pieces);
     if (work.buckets == 0) return;
@@ -91,19 +87,19 @@ void launch_of(const Launch& launch, void* stream) {
 }
 
 // Defined in the files of the other formats.
-void launch_any(const Encode& encode, void* stream);
-void launch_any(const Reduce& reduce, void* stream);
-void launch_any(const Decode& decode, void* stream);
-void launch_sparse(const Encode& encode, void* stream);
-void launch_sparse(const Reduce& reduce, void* stream);
-void launch_sparse(const Decode& decode, void* stream);
+void launch_any(const Encode& encode, int processors, void* stream);
+void launch_any(const Reduce& reduce, int processors, void* stream);
+void launch_any(const Decode& decode, int processors, void* stream);
+void launch_sparse(const Encode& encode, int processors, void* stream);
+void launch_sparse(const Reduce& reduce, int processors, void* stream);
+void launch_sparse(const Decode& decode, int processors, void* stream);
 
 template <typename Launch>
-void launch_all(Launch launch, bool reduces, void* stream) {
+void launch_all(Launch launch, bool reduces, int processors, void* stream) {
   cut_exact_pieces(&launch.pieces, reduces);
-  launch_of<UniformFormat>(launch, stream);
-  launch_any(launch, stream);
-  launch_sparse(launch, stream);
+  launch_of<UniformFormat>(launch, processors, stream);
+  launch_any(launch, processors, stream);
+  launch_sparse(launch, processors, stream);
 }
 
 // ---- 3. loading ----

@@ -3,7 +3,9 @@
 
 namespace cgx::device::cuda {
 
-void launch(const Reduce& reduce, void* stream) { launch_all(reduce, true, stream); }
+void launch(const Reduce& reduce, int processors, void* stream) {
+  launch_all(reduce, true, processors, stream);
+}
 
 void load_reduce_kernels() { load_kernels_of<UniformFormat, Reduce>(); }
 

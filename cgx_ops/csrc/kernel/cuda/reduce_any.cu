@@ -3,7 +3,9 @@
 
 namespace cgx::device::cuda {
 
-void launch_any(const Reduce& reduce, void* stream) { launch_of<AnyFormat>(reduce, stream); }
+void launch_any(const Reduce& reduce, int processors, void* stream) {
+  launch_of<AnyFormat>(reduce, processors, stream);
+}
 
 void load_any_reduce_kernels() { load_kernels_of<AnyFormat, Reduce>(); }
 

@@ -3,7 +3,9 @@
 
 namespace cgx::device::cuda {
 
-void launch_sparse(const Reduce& reduce, void* stream) { launch_of<SparseFormat>(reduce, stream); }
+void launch_sparse(const Reduce& reduce, int processors, void* stream) {
+  launch_of<SparseFormat>(reduce, processors, stream);
+}
 
 void load_sparse_reduce_kernels() { load_kernels_of<SparseFormat, Reduce>(); }
 
