@@ -12,7 +12,9 @@
 #include <cstdint>
 #include <cstring>
 #include <memory>
+#include <optional>
 #include <random>
+#include <set>
 #include <string>
 #include <type_traits>
 #include <vector>
@@ -25,7 +27,13 @@
 #include "compressor/codec.h"
 #include "float_data.h"
 #include "host_group.h"
+#include "kernel/cuda/aligned/decode.h"
+#include "kernel/cuda/aligned/encode.h"
+#include "kernel/cuda/aligned/exact.h"
+#include "kernel/cuda/aligned/reduce.h"
+#include "kernel/cuda/assign.h"
 #include "kernel/cuda/buckets.h"
+#include "kernel/cuda/with.h"
 #include "kernel/cuda/work.h"
 #include "kernel/kernels.h"
 #include "strict_memory.h"
@@ -40,6 +48,7 @@ using test::kFill;
 using test::make_values;
 using test::Memory;
 using test::one_of;
+using test::padding;
 using test::pick;
 using test::random_bits;
 using test::Space;
@@ -47,32 +56,118 @@ using test::Values;
 
 // ---- 1. launches on the host ----
 
+// The aligned kernels that have run, for one type of launch.
+template <typename Launch>
+std::set<std::string> variants_run;
+
+template <typename Launch>
+void note(const Launch& launch, const aligned::Variant& variant) {
+  bool noisy = false;
+  if constexpr (!std::is_same_v<Launch, Decode>)
+    noisy = launch.rounding == RoundingMode::kStochastic && variant.bits != kExactBits &&
+            (variant.encodes || std::is_same_v<Launch, Encode>);
+  variants_run<Launch>.insert(join(int(launch.dtype), " bits ", int(variant.bits), " default ",
+                                   variant.default_size, " own ", variant.own, " residual ",
+                                   variant.residual, " encodes ", variant.encodes, noisy));
+}
+
 template <typename Value, typename Format, int kLanes, typename Launch>
-void run_groups(const Launch& launch, Takers takers) {
-  const Work work = work_for(Format::kFormats, takers, launch.pieces);
+void run_groups(const Launch& launch) {
+  const Work work = work_of(launch.pieces, buckets_of);
   HostGroup<kLanes> group(pick(2) == 1);
   Memory buffer(Layout<HostGroup<kLanes>>::kBytes, std::byte{0xcd});
   const Place place = place_of(launch.regions, launch.fault);
   int32_t piece = 0;
-  for (int64_t at = 0; at < work.buckets; ++at)
-    run_bucket<Value, Format>(group, buffer.data(), launch, place, find_bucket(work, at, &piece));
+  for (int64_t at = 0; at < work.items; ++at)
+    run_bucket<Value, Format>(group, buffer.data(), launch, place,
+                              find_item(launch.pieces, work, at, &piece));
+}
+
+template <typename Value, typename Launch>
+void run_general(const Launch& launch, const Kernel& kernel) {
+  const auto of_format = [&]<typename Format>(Format) {
+    if (kernel.takers == Takers::kWarps) return run_groups<Value, Format, kWarpLanes>(launch);
+    run_groups<Value, Format, kBlockLanes>(launch);
+  };
+  if (kernel.formats == Formats::kPlain) return of_format(UniformFormat{});
+  if (kernel.formats == Formats::kAny) return of_format(AnyFormat{});
+  of_format(SparseFormat{});
+}
+
+// Runs a body of aligned/ for a number of groups.
+template <typename Body>
+void run_aligned_groups(const Body& body) {
+  const auto groups = static_cast<uint32_t>(1 + pick(3));
+  for (uint32_t first = 0; first < groups; ++first) {
+    HostPair group(pick(2) == 1);
+    body(group, first, groups);
+  }
+}
+
+template <typename Value>
+void run_aligned(const Encode& launch, const aligned::Variant& variant, const Work& work) {
+  const bool noisy = launch.rounding == RoundingMode::kStochastic;
+  with_codes(variant.bits, variant.default_size, [&](auto bits, auto lanes) {
+    with_flag(noisy, [&](auto is_noisy) {
+      with_flag(variant.residual, [&](auto has_residual) {
+        run_aligned_groups([&](HostPair& group, uint32_t first, uint32_t step) {
+          alignas(16) std::byte noise[aligned::kNoiseBytes];
+          aligned::encode<Value, bits, lanes, is_noisy, has_residual>(group, noise, launch, work,
+                                                                      first, step);
+        });
+      });
+    });
+  });
+}
+
+template <typename Value>
+void run_aligned(const Decode& launch, const aligned::Variant& variant, const Work& work) {
+  with_codes(variant.bits, variant.default_size, [&](auto bits, auto lanes) {
+    run_aligned_groups([&](HostPair& group, uint32_t first, uint32_t step) {
+      alignas(16) std::byte scratch[kPairLanes * aligned::kScratchBytes];
+      aligned::decode<Value, bits, lanes>(group, scratch, launch, work, first, step);
+    });
+  });
+}
+
+template <typename Value>
+void run_aligned(const Reduce& launch, const aligned::Variant& variant, const Work& work) {
+  const auto run = [&](auto bits, auto lanes, auto noisy, auto own, auto residual, auto encodes) {
+    run_aligned_groups([&](HostPair& group, uint32_t first, uint32_t step) {
+      aligned::ReduceMemory<noisy> memory;
+      aligned::reduce<Value, bits, lanes, noisy, own, residual, encodes>(group, &memory, launch,
+                                                                         work, first, step);
+    });
+  };
+  const bool noisy = launch.rounding == RoundingMode::kStochastic;
+  constexpr std::false_type kNo;
+  constexpr std::true_type kYes;
+  with_codes(variant.bits, variant.default_size, [&](auto bits, auto lanes) {
+    if (!variant.encodes)
+      return with_flag(variant.own, [&](auto own) { run(bits, lanes, kNo, own, kNo, kNo); });
+    with_flag(noisy, [&](auto is_noisy) {
+      if (!variant.own) return run(bits, lanes, is_noisy, kNo, kNo, kYes);
+      with_flag(variant.residual,
+                [&](auto residual) { run(bits, lanes, is_noisy, kYes, residual, kYes); });
+    });
+  });
 }
 
 template <typename Launch>
-void run(Launch launch, bool reduces) {
+void run(const Launch& whole) {
   FloatMode mode;
-  cut_exact_pieces(&launch.pieces, reduces);
-  const auto of_format = [&]<typename Value, typename Format>(Value, Format) {
-    run_groups<Value, Format, 32>(launch, Takers::kWarps);
-    run_groups<Value, Format, kBlockLanes>(launch, Takers::kBlocks);
-  };
-  const auto of_value = [&](auto value) {
-    of_format(value, UniformFormat{}), of_format(value, AnyFormat{});
-    of_format(value, SparseFormat{});
-  };
-  if (launch.dtype == Dtype::kFloat32) of_value(Float32{});
-  if (launch.dtype == Dtype::kFloat16) of_value(Float16{});
-  if (launch.dtype == Dtype::kBfloat16) of_value(Bfloat16{});
+  for_kernels(whole, [](const Launch& launch, const Kernel& kernel) {
+    with_value(launch.dtype, [&]<typename Value>(Value) {
+      if (!kernel.aligned) return run_general<Value>(launch, kernel);
+      const Work work = work_of(launch.pieces, aligned::tiles_of);
+      note(launch, *kernel.aligned);
+      if (kernel.aligned->bits != kExactBits)
+        return run_aligned<Value>(launch, *kernel.aligned, work);
+      run_aligned_groups([&](HostPair& group, uint32_t first, uint32_t step) {
+        aligned::exact<Value>(group, launch, work, first, step);
+      });
+    });
+  });
 }
 
 // ---- 2. random pieces ----
@@ -153,8 +248,9 @@ int64_t add_residual(Dtype dtype, const Shape& shape, Data kind, Space* residual
   return residuals->add(Memory(values.end() - shape.numel * size_of(dtype), values.end()));
 }
 
+// residuals_wanted: whether pieces have some; otherwise it is random for each.
 void test_encode(Dtype dtype, RoundingMode rounding, Data kind, const std::vector<Shape>& shapes,
-                 const std::string& where) {
+                 const std::string& where, std::optional<bool> residuals_wanted = {}) {
   Encode launch{.dtype = dtype, .rounding = rounding, .rank = 3, .phase = 1};
   std::vector<Values> inputs;
   std::vector<int64_t> message_at, residual_at;
@@ -162,9 +258,10 @@ void test_encode(Dtype dtype, RoundingMode rounding, Data kind, const std::vecto
   for (const Shape& shape : shapes) {
     inputs.push_back(make_values(dtype, shape.numel, kind));
     message_at.push_back(messages.add(codec(dtype, shape, shape.coding)->max_bytes(shape.numel)));
-    residual_at.push_back(pick(2) ? add_residual(dtype, shape, kind, &residuals) : -1);
+    residual_at.push_back(
+        residuals_wanted.value_or(pick(2)) ? add_residual(dtype, shape, kind, &residuals) : -1);
   }
-  messages.actual.resize(messages.actual.size() + static_cast<size_t>(pick(20)), kFill);
+  messages.actual.resize(messages.actual.size() + static_cast<size_t>(padding()), kFill);
   const auto region = static_cast<int64_t>(messages.actual.size());
   launch.copies = copies_behind(region, pick(4));
   messages.repeat(2 * (launch.copies.count + 1));
@@ -198,20 +295,31 @@ void test_encode(Dtype dtype, RoundingMode rounding, Data kind, const std::vecto
     for (int copy = 0; copy <= launch.copies.count; ++copy)
       messages.expect(message_at[i] + written_at(launch.regions) + 2 * region * copy, message);
   }
-  run(launch, false);
+  run(launch);
   CHECK(messages.as_expected(), where);
   CHECK(residuals.as_expected(), where);
 }
 
+// What a Reduce reads and writes.
+struct Form {
+  bool own, residual, encodes;
+};
+
+// form: of all pieces; otherwise it is random for each.
 void test_reduce(Dtype dtype, RoundingMode rounding, Data kind, std::vector<Shape> shapes,
-                 const std::string& where) {
+                 const std::string& where, const std::optional<Form>& form = {}) {
   Reduce launch{.dtype = dtype, .rounding = rounding, .divisor = 3.0f, .rank = 2, .phase = 1};
   launch.size = static_cast<int32_t>(1 + pick(5));
   launch.own = static_cast<int32_t>(pick(launch.size + 1)) - 1;
   launch.op = one_of({Op::kSum, Op::kAvg});
-  if (pick(4) == 0) {  // only exact values support other ops
+  if (!form && pick(4) == 0) {  // only exact values support other ops
     launch.op = one_of({Op::kMin, Op::kMax, Op::kProduct});
     for (Shape& shape : shapes) shape.coding = shape.reduced_coding = {};
+  }
+  if (form) {
+    launch.size += form->own;
+    launch.own = form->own ? static_cast<int32_t>(pick(launch.size)) : -1;
+    if (form->encodes && !form->own) launch.op = Op::kSum;
   }
   launch.residual_scale = launch.op == Op::kAvg ? launch.divisor : 1.0f;
 
@@ -224,13 +332,17 @@ void test_reduce(Dtype dtype, RoundingMode rounding, Data kind, std::vector<Shap
       inputs.back().push_back(make_values(dtype, shape.numel, kind));
     message_at.push_back(messages.add(codec(dtype, shape, shape.coding)->max_bytes(shape.numel)));
     reduced_at.push_back(
-        pick(3) ? reduced.add(codec(dtype, shape, shape.reduced_coding)->max_bytes(shape.numel))
-                : -1);
-    result_at.push_back(pick(3) ? results.add(shape.numel * size_of(dtype)) : -1);
+        (form ? form->encodes : pick(3))
+            ? reduced.add(codec(dtype, shape, shape.reduced_coding)->max_bytes(shape.numel))
+            : -1);
+    result_at.push_back(
+        (form ? !form->encodes : pick(3)) ? results.add(shape.numel * size_of(dtype)) : -1);
     const bool votes = is_vote(shape.coding) || is_vote(shape.reduced_coding);
-    residual_at.push_back(pick(2) && !votes ? add_residual(dtype, shape, kind, &residuals) : -1);
+    residual_at.push_back((form ? form->residual : pick(2)) && !votes
+                              ? add_residual(dtype, shape, kind, &residuals)
+                              : -1);
   }
-  launch.stride = static_cast<int64_t>(messages.actual.size()) + pick(20);
+  launch.stride = static_cast<int64_t>(messages.actual.size()) + padding();
   messages.actual.resize(static_cast<size_t>(launch.stride), kFill);
   const int64_t region =
       std::max<int64_t>(launch.stride * launch.size, static_cast<int64_t>(reduced.actual.size()));
@@ -296,7 +408,7 @@ void test_reduce(Dtype dtype, RoundingMode rounding, Data kind, std::vector<Shap
     if (result_at[i] >= 0) results.expect(result_at[i], result);
   }
   messages.expected = messages.actual;
-  run(launch, true);
+  run(launch);
   const std::string all =
       join(where, " op ", int(launch.op), " size ", launch.size, " own ", launch.own);
   CHECK(messages.as_expected(), all);
@@ -341,7 +453,7 @@ void test_decode(Dtype dtype, Data kind, const std::vector<Shape>& shapes,
                        result.data());
     results.expect(result_at[i], result);
   }
-  run(launch, false);
+  run(launch);
   CHECK(results.as_expected(), where);
 }
 
@@ -364,6 +476,53 @@ void test_pieces() {
       }
     }
   }
+}
+
+// Whole buckets at aligned addresses, and pieces that are cut. Every aligned kernel runs.
+void test_aligned_pieces() {
+  test::aligned_only = true;
+  int turn = 0;
+  for (const uint8_t bits : {2, 4, 8, kExactBits}) {
+    for (const int64_t bucket_size : {128, 256, 512, 1024}) {
+      for (const int64_t buckets : {1, 3, 8, 9, 40, 521}) {
+        for (const Dtype dtype : kDtypes) {
+          for (const RoundingMode rounding : {RoundingMode::kNearest, RoundingMode::kStochastic}) {
+            const auto kind = static_cast<Data>(++turn % static_cast<int>(Data::kEnd));
+            const int64_t rest = buckets > 500 ? one_of<int64_t>({0, 1, 17, bucket_size - 1}) : 0;
+            const Coding coding{.bits = bits};
+            const std::string where =
+                join("aligned ", int(bits), " bits, bucket ", bucket_size, " x ", buckets, " + ",
+                     rest, " dtype ", int(dtype), " rounding ", int(rounding), " data ", int(kind));
+            std::vector<Shape> shapes = shapes_around(coding, bucket_size, 0);
+            shapes.push_back({.numel = buckets * bucket_size + rest,
+                              .bucket_size = bucket_size,
+                              .first_index = bucket_size * pick(100),
+                              .coding = coding,
+                              .reduced_coding = coding,
+                              .seed = random_bits()});
+            std::shuffle(shapes.begin(), shapes.end(), random_bits);
+            for (const bool residuals : {false, true})
+              test_encode(dtype, rounding, kind, shapes, where, residuals);
+            for (const Form form : {Form{false, false, false},
+                                    {true, false, false},
+                                    {false, false, true},
+                                    {true, false, true},
+                                    {true, true, true}})
+              test_reduce(dtype, rounding, kind, shapes, where, form);
+            test_decode(dtype, kind, shapes, where);
+          }
+        }
+      }
+    }
+  }
+  test::aligned_only = false;
+  // 3 dtypes, and for codes 3 widths and 2 kinds of bucket sizes; each Encode with or without
+  // noise and residual. Reduce has values with or without own ones; and records without own values,
+  // and with them with or without residual.
+  constexpr size_t kCodes = 3 * 3 * 2;
+  CHECK(variants_run<Decode>.size() == kCodes + 3, "Decode");
+  CHECK(variants_run<Encode>.size() == 4 * kCodes + 3, "Encode");
+  CHECK(variants_run<Reduce>.size() == (2 + 2 + 4) * kCodes + 3, "Reduce");
 }
 
 // ---- 3. launches after a failure ----
@@ -398,8 +557,7 @@ void test_fault() {
                .own = 0,
                .residual_scale = 1.0f,
                .pieces = {1, {piece}},
-               .fault = &fault},
-        true);
+               .fault = &fault});
     CHECK(all_nan(result) && all_nan(residual), where);
 
     // Messages must not be overwritten: peers may be reading the previous one.
@@ -408,12 +566,12 @@ void test_fault() {
     std::vector<float> message = untouched;
     piece.message = bytes_of(message);
     std::fill(residual.begin(), residual.end(), 0.0f);
-    run(Encode{.dtype = Dtype::kFloat32, .pieces = {1, {piece}}, .fault = &fault}, false);
+    run(Encode{.dtype = Dtype::kFloat32, .pieces = {1, {piece}}, .fault = &fault});
     CHECK(all_nan(residual) && message == untouched, where);
 
     std::fill(result.begin(), result.end(), 0.0f);
     piece.message = nullptr;
-    run(Decode{.dtype = Dtype::kFloat32, .pieces = {1, {piece}}, .fault = &fault}, false);
+    run(Decode{.dtype = Dtype::kFloat32, .pieces = {1, {piece}}, .fault = &fault});
     CHECK(all_nan(result), where);
   }
 }
@@ -423,6 +581,7 @@ void test_fault() {
 
 int main() {
   cgx::device::cuda::test_pieces();
+  cgx::device::cuda::test_aligned_pieces();
   cgx::device::cuda::test_fault();
   return cgx::test::report();
 }

@@ -14,6 +14,7 @@
 #include "base/status.h"
 #include "checks.h"
 #include "host_group.h"
+#include "kernel/cuda/assign.h"
 #include "kernel/cuda/exchange.h"
 #include "kernel/cuda/memory.h"
 #include "kernel/cuda/work.h"
@@ -21,29 +22,117 @@
 namespace cgx::device::cuda {
 namespace {
 
-// ---- 1. distribution of buckets ----
+// ---- 1. assignment of pieces, and distribution of buckets ----
+
+// A launch of one piece after the other, as for_kernels() assigns them.
+struct Assigned {
+  Kernel kernel;
+  std::vector<Piece> pieces;
+};
+template <typename Launch>
+std::vector<Assigned> assigned(const Launch& launch) {
+  std::vector<Assigned> all;
+  for_kernels(launch, [&](const Launch& part, const Kernel& kernel) {
+    all.push_back({kernel, {part.pieces.at, part.pieces.at + part.pieces.count}});
+  });
+  return all;
+}
+
+// Addresses that are not used.
+std::byte* address(uintptr_t number) { return reinterpret_cast<std::byte*>(number); }
+
+void test_assignment() {
+  constexpr Coding kFour{.bits = 4}, kThree{.bits = 3};
+  Encode launch{};
+  launch.pieces = {5,
+                   {// Two launches: whole buckets, and the rest.
+                    {.values = address(1 << 20),
+                     .residual = address(1 << 24),
+                     .message = address(1 << 28),
+                     .numel = 200 * 512 + 7,
+                     .first_index = 512,
+                     .bucket_size = 512,
+                     .coding = kFour},
+                    {.values = address(16), .numel = 0, .bucket_size = 512, .coding = kFour},
+                    // Too short for two launches.
+                    {.values = address(16), .numel = 513, .bucket_size = 512, .coding = kFour},
+                    {.values = address(4), .numel = 512, .bucket_size = 512, .coding = kFour},
+                    {.values = address(16), .numel = 512, .bucket_size = 512, .coding = kThree}}};
+  const auto parts = assigned(launch);
+  CHECK(parts.size() == 2, "an aligned and a general kernel");
+  const aligned::Variant variant{.bits = 4, .default_size = true, .residual = true};
+  CHECK(parts[0].kernel.aligned == variant && parts[0].pieces.size() == 1, "aligned");
+  CHECK(parts[0].pieces[0].numel == 200 * 512, "whole buckets");
+  CHECK(!parts[1].kernel.aligned && parts[1].pieces.size() == 4, "general");
+  const Piece& rest = parts[1].pieces[0];
+  CHECK(rest.numel == 7 && rest.first_index == 201 * 512, "the rest");
+  CHECK(rest.values == address((1 << 20) + 200 * 512 * 4), "values of the rest");
+  CHECK(rest.residual == address((1 << 24) + 200 * 512 * 4), "residual of the rest");
+  CHECK(rest.message == address((1 << 28) + 200 * 264), "message of the rest");
+
+  // What else makes an address or a distance unaligned, or needs the general kernels.
+  const auto is_aligned = [](const auto& one) {
+    return assigned(one)[0].kernel.aligned.has_value();
+  };
+  launch.pieces = {1, {{.values = address(16), .numel = 512, .bucket_size = 512, .coding = kFour}}};
+  CHECK(is_aligned(launch), "one bucket");
+  for (const int64_t size : {1, 64, 100, 384, 2048}) {
+    Encode other = launch;
+    other.pieces.at[0].bucket_size = other.pieces.at[0].numel = size;
+    CHECK(!is_aligned(other), join("bucket size ", size));
+  }
+  Encode copies = launch, regions = launch, shift = launch;
+  copies.copies = {2, {8, 12}};
+  regions.regions.bytes = 4;
+  shift.rounding = RoundingMode::kShift;
+  CHECK(!is_aligned(copies) && !is_aligned(regions) && !is_aligned(shift), "an Encode");
+  const Reduce sum{.size = 2,
+                   .stride = 264,
+                   .pieces = {1,
+                              {{.result = address(16),
+                                .message = address(8),
+                                .numel = 512,
+                                .bucket_size = 512,
+                                .coding = kFour}}}};
+  CHECK(is_aligned(sum), "a sum");
+  Reduce stride = sum, op = sum, both = sum, votes = sum;
+  stride.stride = 260;
+  op.op = Op::kMax;
+  both.pieces.at[0].reduced = address(8);
+  votes.pieces.at[0].reduced_coding = {.format = BucketFormat::kSign, .bits = 1};
+  CHECK(!is_aligned(stride) && !is_aligned(op) && !is_aligned(both) && !is_aligned(votes),
+        "a Reduce");
+}
 
 void test_work() {
   constexpr int64_t kHuge = (int64_t{1} << 33) + 5;  // more than 2^32 elements
-  Pieces pieces{.count = 6};
+  constexpr Coding kThree{.bits = 3}, kEight{.bits = 8}, kFour{.bits = 4};
+  Decode launch{};
+  launch.pieces.count = 6;
   const auto set = [&](int i, int64_t numel, int64_t bucket_size, const Coding& coding) {
-    pieces.at[i] = {
+    launch.pieces.at[i] = {
         .numel = numel, .bucket_size = bucket_size, .coding = coding, .reduced_coding = coding};
   };
-  constexpr Coding kFour{.bits = 4}, kEight{.bits = 8}, kExact{};
-  set(0, kHuge, 512, kFour);
-  set(1, 0, 512, kFour);
-  set(2, kHuge, 1 << 20, kFour);
-  set(3, 100, int64_t{1} << 40, kFour);  // shorter than its bucket
-  set(4, 5000, 1, kExact);
+  set(0, kHuge, 512, kThree);
+  set(1, 0, 512, kThree);
+  set(2, kHuge, 1 << 20, kThree);
+  set(3, 100, int64_t{1} << 40, kThree);  // shorter than its bucket
+  set(4, 5000, 1, {});
+  launch.pieces.at[4].message = address(4);
   set(5, 1025, 1025, kEight);
-  cut_exact_pieces(&pieces, true);
-  CHECK(pieces.at[4].bucket_size == kMostOfWarp, "bucket size of exact values");
-  const Work warps = work_for(Formats::kPlain, Takers::kWarps, pieces);
-  const Work blocks = work_for(Formats::kPlain, Takers::kBlocks, pieces);
+  const auto parts = assigned(launch);
+  CHECK(parts.size() == 2, "warps and blocks");
+  Pieces warps{}, blocks{};
+  for (const Assigned& part : parts) {
+    Pieces& pieces = part.kernel.takers == Takers::kWarps ? warps : blocks;
+    for (const Piece& piece : part.pieces) pieces.at[pieces.count++] = piece;
+  }
+  CHECK(warps.at[2].bucket_size == kMostOfWarp, "bucket size of exact values");
+  const Work work = work_of(warps, buckets_of);
   const int64_t first = kHuge / 512 + 1;
-  CHECK(warps.pieces == 3 && warps.buckets == first + 1 + 5, "work of warps");
-  CHECK(blocks.pieces == 2 && blocks.buckets == kHuge / (1 << 20) + 1 + 1, "work of blocks");
+  CHECK(warps.count == 3 && work.items == first + 1 + 5, "work of warps");
+  CHECK(blocks.count == 2 && work_of(blocks, buckets_of).items == kHuge / (1 << 20) + 1 + 1,
+        "work of blocks");
 
   // Consecutive searches and a search from the start find each bucket.
   struct Expected {
@@ -53,11 +142,11 @@ void test_work() {
   };
   int32_t from = 0;
   for (const auto& [bucket, piece, number] :
-       {Expected{0, 0, 0}, Expected{first - 1, 0, first - 1}, Expected{first, 3, 0},
-        Expected{first + 1, 4, 0}, Expected{first + 5, 4, 4}}) {
+       {Expected{0, 0, 0}, Expected{first - 1, 0, first - 1}, Expected{first, 1, 0},
+        Expected{first + 1, 2, 0}, Expected{first + 5, 2, 4}}) {
     int32_t start = 0;
     for (int32_t* at : {&from, &start}) {
-      const Bucket found = find_bucket(warps, bucket, at);
+      const Item found = find_item(warps, work, bucket, at);
       CHECK(found.piece == piece && found.number == number, join("bucket ", bucket));
     }
   }
@@ -71,6 +160,9 @@ void test_work() {
         "groups take several buckets");
   CHECK(groups_for(Takers::kBlocks, int64_t{1} << 40, 132) == 132 * 4,
         "groups take several buckets");
+  CHECK(aligned::blocks_for(9, 132) == 9, "one tile for each block");
+  CHECK(aligned::blocks_for(100000, 132) == 25000, "blocks take four tiles");
+  CHECK(aligned::blocks_for(int64_t{1} << 40, 132) == INT32_MAX, "the largest grid");
 }
 
 // ---- 2. Signals among threads ----
@@ -209,6 +301,7 @@ void test_signals() {
 }  // namespace cgx::device::cuda
 
 int main() {
+  cgx::device::cuda::test_assignment();
   cgx::device::cuda::test_work();
   cgx::device::cuda::test_signals();
   return cgx::test::report();

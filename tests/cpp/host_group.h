@@ -40,4 +40,36 @@ class HostGroup {
   const bool backwards_;
 };
 
+// The lanes of a tile (kernel/cuda/group.h, Pair).
+class HostPair {
+ public:
+  static constexpr int kLanes = 64;
+  template <typename T>
+  using Lanes = std::array<T, kLanes>;
+
+  explicit HostPair(bool backwards = false) : backwards_(backwards) {}
+
+  bool select(uint32_t active) {
+    active_ = static_cast<int>(std::min<uint32_t>(active, kLanes));
+    return active_ > 0;
+  }
+  template <typename Step>
+  void for_lanes(const Step& step) {
+    for (int i = 0; i < active_; ++i) step(backwards_ ? active_ - 1 - i : i);
+  }
+  void synchronize(int /*lanes_of_bucket*/) {}
+  void share_extremes(Lanes<Extremes>& keys, int lanes_of_bucket) {
+    for (int first = 0; first < active_; first += lanes_of_bucket) {
+      Extremes all = keys[first];
+      for (int i = first; i < first + lanes_of_bucket; ++i)
+        all = {std::min(all.lowest, keys[i].lowest), std::max(all.highest, keys[i].highest)};
+      std::fill_n(keys.begin() + first, lanes_of_bucket, all);
+    }
+  }
+
+ private:
+  const bool backwards_;
+  int active_ = kLanes;
+};
+
 }  // namespace cgx::device::cuda

@@ -28,6 +28,12 @@ T one_of(std::initializer_list<T> list) {
   return list.begin()[pick(static_cast<int64_t>(list.size()))];
 }
 
+// Whether all addresses and sizes below are multiples of 16; otherwise they are arbitrary.
+inline bool aligned_only = false;
+
+// The bytes after a message.
+inline int64_t padding() { return aligned_only ? 16 * pick(3) : pick(20); }
+
 // Values of a dtype at an offset from an aligned address. The buffer ends with the last value.
 struct Values {
   Memory memory;
@@ -39,7 +45,7 @@ inline Values make_values(Dtype dtype, int64_t numel, Data kind) {
   static std::normal_distribution<float> normal;
   const int64_t width = size_of(dtype);
   Values values;
-  values.skipped = one_of<int64_t>({0, 0, 0, 1, 2, 4, 8, 11});
+  values.skipped = aligned_only ? 0 : one_of<int64_t>({0, 0, 0, 1, 2, 4, 8, 11});
   values.memory.resize(static_cast<size_t>(values.skipped + numel * width));
   for (int64_t i = 0; i < numel; ++i) {
     const float x = value_of(kind, random_bits, normal);
@@ -71,8 +77,10 @@ struct Space {
 
   // Adds a range of `bytes` bytes and returns its offset.
   int64_t add(int64_t bytes) {
-    const auto at = static_cast<int64_t>(actual.size()) + one_of<int64_t>({16, 16, 17, 22, 24, 31});
-    actual.resize(static_cast<size_t>(at + bytes + 16), kFill);
+    const int64_t gap = aligned_only ? 16 : one_of<int64_t>({16, 16, 17, 22, 24, 31});
+    const int64_t at = static_cast<int64_t>(actual.size()) + gap;
+    const int64_t end = at + bytes + 16;
+    actual.resize(static_cast<size_t>(aligned_only ? (end + 15) / 16 * 16 : end), kFill);
     return at;
   }
   // Adds a range that contains `bytes`.

@@ -36,5 +36,6 @@ list(FILTER sources EXCLUDE REGEX "/absent\\.cc$")
 list(TRANSFORM CMAKE_CUDA_TOOLKIT_INCLUDE_DIRECTORIES PREPEND -isystem OUTPUT_VARIABLE includes)
 set_source_files_properties(${sources} PROPERTIES COMPILE_OPTIONS "${includes}")
 
-file(GLOB CGX_CUDA_SOURCES CONFIGURE_DEPENDS ${CMAKE_CURRENT_LIST_DIR}/../kernel/cuda/*.cu)
+file(GLOB CGX_CUDA_SOURCES CONFIGURE_DEPENDS ${CMAKE_CURRENT_LIST_DIR}/../kernel/cuda/*.cu
+  ${CMAKE_CURRENT_LIST_DIR}/../kernel/cuda/aligned/*.cu)
 list(APPEND CGX_CUDA_SOURCES ${sources})

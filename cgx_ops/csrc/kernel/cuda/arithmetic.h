@@ -50,6 +50,10 @@ CGX_LANE double divide(double a, double b) { return a / b; }
 CGX_LANE float narrowed(double x) { return static_cast<float>(x); }
 #endif
 
+CGX_LANE constexpr float power_of_two(int exponent) {
+  return __builtin_bit_cast(float, static_cast<uint32_t>(127 + exponent) << 23);
+}
+
 // Rounds towards zero; magnitudes must be below 2^31.
 CGX_LANE int32_t truncated(float x) { return static_cast<int32_t>(x); }
 CGX_LANE float as_float(int32_t x) { return static_cast<float>(x); }
@@ -67,13 +71,44 @@ CGX_LANE float floor_as_integer(float x) {
 #endif
 }
 
-CGX_LANE float with_one_nan(float x) { return is_nan(bits_of(x)) ? float_of(kFloat32Nan) : x; }
+CGX_LANE float with_one_nan(float x) { return x == x ? x : float_of(kFloat32Nan); }
 
 // Integers in the order of the values, with -0 < +0, and NaNs beyond the infinities. The function
 // is its own inverse.
 CGX_LANE int32_t order_key(int32_t bits) { return bits ^ ((bits >> 31) & 0x7fffffff); }
 CGX_LANE int32_t key_of(float x) { return order_key(static_cast<int32_t>(bits_of(x))); }
 CGX_LANE float value_of_key(int32_t key) { return float_of(static_cast<uint32_t>(order_key(key))); }
+
+// NaN if one is NaN; -0 < +0.
+CGX_LANE float smaller_or_nan(float a, float b) {
+#if defined(__CUDACC__)
+  float result;
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
+  return result;
+#else
+  if (is_nan(bits_of(a)) || is_nan(bits_of(b))) return float_of(kFloat32Nan);
+  return key_of(a) < key_of(b) ? a : b;
+#endif
+}
+CGX_LANE float larger_or_nan(float a, float b) {
+#if defined(__CUDACC__)
+  float result;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
+  return result;
+#else
+  if (is_nan(bits_of(a)) || is_nan(bits_of(b))) return float_of(kFloat32Nan);
+  return key_of(a) > key_of(b) ? a : b;
+#endif
+}
+
+// The bits of 1, as a value that the compiler does not know: an instruction has room for one
+// constant, so a second one would need an instruction of its own.
+#if defined(__CUDACC__)
+static __constant__ uint32_t unknown_one = 0x3f800000;
+CGX_LANE uint32_t one_in_register() { return unknown_one; }
+#else
+CGX_LANE uint32_t one_in_register() { return 0x3f800000; }
+#endif
 
 // The op of uncompressed values. NaN wins.
 CGX_LANE float combine(Op op, float a, float b) {

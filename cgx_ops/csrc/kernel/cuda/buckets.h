@@ -1,15 +1,12 @@
-// The kernel bodies: the work of a group for one bucket of an Encode, a Reduce or a Decode.
-//
-//   1. addresses of the bucket
-//   2. run_bucket(): from its source (sources.h) to its target (targets.h)
+// The bodies of the general kernels: run_bucket() is the work of a group for one bucket of an
+// Encode, a Reduce or a Decode, from its source (sources.h) to its target (targets.h).
 #pragma once
 
 #include <cstdint>
 
-#include "base/seeds.h"
+#include "kernel/cuda/addresses.h"
 #include "kernel/cuda/launches.h"
 #include "kernel/cuda/memory.h"
-#include "kernel/cuda/noise.h"
 #include "kernel/cuda/sources.h"
 #include "kernel/cuda/sparse.h"
 #include "kernel/cuda/targets.h"
@@ -17,44 +14,6 @@
 #include "kernel/cuda/work.h"
 
 namespace cgx::device::cuda {
-
-// ---- 1. addresses ----
-
-// The region of the current exchange's messages, and whether the collective has failed.
-struct Place {
-  int64_t read, write;  // offsets in bytes from the addresses in the launch
-  bool failed;
-};
-CGX_LANE Place place_of(const Regions& regions, const uint32_t* fault) {
-  const uint64_t done = regions.done ? *regions.done : 0;
-  const int64_t bytes = regions.done ? regions.bytes : 0;
-  return {done % 2 ? bytes : 0, done % 2 ? 0 : bytes, fault && *fault != 0};
-}
-
-// The position of a bucket in its piece.
-struct Extent {
-  int64_t start;  // in elements
-  int64_t numel;
-};
-CGX_LANE Extent extent_of(const Piece& piece, int64_t number) {
-  const int64_t start = number * piece.bucket_size;
-  return {start, at_most(piece.bucket_size, piece.numel - start)};
-}
-
-template <typename Launch>
-CGX_LANE Noise noise_of(const Piece& piece, const Launch& launch) {
-  const uint64_t seed =
-      piece.seed_at ? segment_seed(*piece.seed_at, piece.seed_number) : piece.seed;
-  return {block_seed(seed, piece.block), launch.rank, launch.phase};
-}
-
-// For a bucket that begins at element `start` of its piece. Does not depend on the block, because
-// all ranks draw the same indices.
-CGX_LANE Draw draw_of(const Piece& piece, int64_t start) {
-  return {piece.seed, static_cast<uint64_t>(piece.first_index + start)};
-}
-
-// ---- 2. bodies ----
 
 template <typename Value, typename Format, typename Group, typename Source>
 CGX_LANE void write_bucket(Group& group, std::byte* buffer, const Target& target, int64_t numel,
@@ -67,7 +26,7 @@ CGX_LANE void write_bucket(Group& group, std::byte* buffer, const Target& target
 
 template <typename Value, typename Format, typename Group>
 CGX_LANE void run_bucket(Group& group, std::byte* buffer, const Encode& launch, const Place& place,
-                         const Bucket& bucket) {
+                         const Item& bucket) {
   constexpr int kWidth = sizeof(typename Value::Bits);
   const Piece& piece = launch.pieces.at[bucket.piece];
   const Coding coding = Format::known(piece.coding);
@@ -120,7 +79,7 @@ CGX_LANE float vote_of(Group& group, std::byte* buffer, const std::byte* values,
 
 template <typename Value, typename Format, typename Group>
 CGX_LANE void run_bucket(Group& group, std::byte* buffer, const Reduce& launch, const Place& place,
-                         const Bucket& bucket) {
+                         const Item& bucket) {
   constexpr int kWidth = sizeof(typename Value::Bits);
   const Piece& piece = launch.pieces.at[bucket.piece];
   const Coding coding = Format::known(piece.coding), to = Format::known(piece.reduced_coding);
@@ -168,7 +127,7 @@ CGX_LANE void run_bucket(Group& group, std::byte* buffer, const Reduce& launch, 
 
 template <typename Value, typename Format, typename Group>
 CGX_LANE void run_bucket(Group& group, std::byte* buffer, const Decode& launch, const Place& place,
-                         const Bucket& bucket) {
+                         const Item& bucket) {
   constexpr int kWidth = sizeof(typename Value::Bits);
   const Piece& piece = launch.pieces.at[bucket.piece];
   const Coding coding = Format::known(piece.coding);

@@ -1,12 +1,8 @@
-// Decode kernels for uniform buckets and uncompressed values.
-#include "kernel/cuda/launching.cuh"
+// General Decode kernels for uniform buckets and uncompressed values.
+#include "kernel/cuda/general.cuh"
 
 namespace cgx::device::cuda {
 
-void launch(const Decode& decode, int processors, void* stream) {
-  launch_all(decode, false, processors, stream);
-}
-
-void load_decode_kernels() { load_kernels_of<UniformFormat, Decode>(); }
+template const void* general_kernel<Formats::kPlain, Decode>(Dtype dtype, Takers takers);
 
 }  // namespace cgx::device::cuda

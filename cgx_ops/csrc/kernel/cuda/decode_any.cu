@@ -1,12 +1,8 @@
-// Decode kernels for buckets of any format.
-#include "kernel/cuda/launching.cuh"
+// General Decode kernels for buckets of any format.
+#include "kernel/cuda/general.cuh"
 
 namespace cgx::device::cuda {
 
-void launch_any(const Decode& decode, int processors, void* stream) {
-  launch_of<AnyFormat>(decode, processors, stream);
-}
-
-void load_any_decode_kernels() { load_kernels_of<AnyFormat, Decode>(); }
+template const void* general_kernel<Formats::kAny, Decode>(Dtype dtype, Takers takers);
 
 }  // namespace cgx::device::cuda

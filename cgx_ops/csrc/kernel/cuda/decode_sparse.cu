@@ -1,12 +1,8 @@
-// Decode kernels for sparse buckets.
-#include "kernel/cuda/launching.cuh"
+// General Decode kernels for sparse buckets.
+#include "kernel/cuda/general.cuh"
 
 namespace cgx::device::cuda {
 
-void launch_sparse(const Decode& decode, int processors, void* stream) {
-  launch_of<SparseFormat>(decode, processors, stream);
-}
-
-void load_sparse_decode_kernels() { load_kernels_of<SparseFormat, Decode>(); }
+template const void* general_kernel<Formats::kSparse, Decode>(Dtype dtype, Takers takers);
 
 }  // namespace cgx::device::cuda

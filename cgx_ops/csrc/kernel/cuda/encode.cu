@@ -1,12 +1,8 @@
-// Encode kernels for uniform buckets and uncompressed values.
-#include "kernel/cuda/launching.cuh"
+// General Encode kernels for uniform buckets and uncompressed values.
+#include "kernel/cuda/general.cuh"
 
 namespace cgx::device::cuda {
 
-void launch(const Encode& encode, int processors, void* stream) {
-  launch_all(encode, false, processors, stream);
-}
-
-void load_encode_kernels() { load_kernels_of<UniformFormat, Encode>(); }
+template const void* general_kernel<Formats::kPlain, Encode>(Dtype dtype, Takers takers);
 
 }  // namespace cgx::device::cuda

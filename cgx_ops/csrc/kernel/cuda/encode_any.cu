@@ -1,12 +1,8 @@
-// Encode kernels for buckets of any format.
-#include "kernel/cuda/launching.cuh"
+// General Encode kernels for buckets of any format.
+#include "kernel/cuda/general.cuh"
 
 namespace cgx::device::cuda {
 
-void launch_any(const Encode& encode, int processors, void* stream) {
-  launch_of<AnyFormat>(encode, processors, stream);
-}
-
-void load_any_encode_kernels() { load_kernels_of<AnyFormat, Encode>(); }
+template const void* general_kernel<Formats::kAny, Encode>(Dtype dtype, Takers takers);
 
 }  // namespace cgx::device::cuda

@@ -1,12 +1,8 @@
-// Encode kernels for sparse buckets.
-#include "kernel/cuda/launching.cuh"
+// General Encode kernels for sparse buckets.
+#include "kernel/cuda/general.cuh"
 
 namespace cgx::device::cuda {
 
-void launch_sparse(const Encode& encode, int processors, void* stream) {
-  launch_of<SparseFormat>(encode, processors, stream);
-}
-
-void load_sparse_encode_kernels() { load_kernels_of<SparseFormat, Encode>(); }
+template const void* general_kernel<Formats::kSparse, Encode>(Dtype dtype, Takers takers);
 
 }  // namespace cgx::device::cuda

@@ -56,6 +56,64 @@ struct Warp {
   int lane;
 };
 
+// Two warps, for buckets of 8, 16, 32 or 64 lanes each (aligned/tile.h). Only lanes of one bucket
+// exchange data, so steps do not synchronize by themselves.
+struct Pair {
+  static constexpr int kLanes = 64;
+  struct Shared {
+    Extremes of_warp[2];
+  };
+  template <typename T>
+  using Lanes = OwnLane<T>;
+
+  CGX_LANE explicit Pair(Shared* shared) : lane(static_cast<int>(threadIdx.x)), shared_(shared) {}
+
+  // Selects the first lanes, whole buckets, for all further steps. Returns whether this is one.
+  CGX_LANE bool select(uint32_t active) const { return static_cast<uint32_t>(lane) < active; }
+  template <typename Step>
+  CGX_LANE void for_lanes(const Step& step) const {
+    step(lane);
+  }
+  // Synchronizes the lanes of each bucket.
+  CGX_LANE void synchronize(int lanes_of_bucket) const {
+    if (lanes_of_bucket > 32)
+      __syncthreads();
+    else
+      __syncwarp(mask_of(lanes_of_bucket));
+  }
+  // Gives each lane the extremes of its bucket.
+  CGX_LANE void share_extremes(OwnLane<Extremes>& keys, int lanes_of_bucket) const {
+    Extremes& own = keys.own;
+    if (lanes_of_bucket < 32) {
+      const unsigned mask = mask_of(lanes_of_bucket);
+      CGX_ROLLED
+      for (int other = lanes_of_bucket / 2; other > 0; other /= 2)
+        own = wider(own, {__shfl_xor_sync(mask, own.lowest, other),
+                          __shfl_xor_sync(mask, own.highest, other)});
+      return;
+    }
+    own = extremes_of_warp(own);
+    if (lanes_of_bucket == 32) return;
+    shared_->of_warp[lane / 32] = own;
+    __syncthreads();
+    own = wider(own, shared_->of_warp[1 - lane / 32]);
+    __syncthreads();
+  }
+
+  int lane;
+
+ private:
+  CGX_LANE unsigned mask_of(int lanes_of_bucket) const {
+    if (lanes_of_bucket >= 32) return ~0u;
+    return ((1u << lanes_of_bucket) - 1) << (lane % 32 & -lanes_of_bucket);
+  }
+  CGX_LANE static Extremes wider(const Extremes& a, const Extremes& b) {
+    return {min(a.lowest, b.lowest), max(a.highest, b.highest)};
+  }
+
+  Shared* shared_;
+};
+
 template <int kThreads>
 struct Block {
   static constexpr int kLanes = kThreads;

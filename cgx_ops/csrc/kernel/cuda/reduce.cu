@@ -1,12 +1,8 @@
-// Reduce kernels for uniform buckets and uncompressed values.
-#include "kernel/cuda/launching.cuh"
+// General Reduce kernels for uniform buckets and uncompressed values.
+#include "kernel/cuda/general.cuh"
 
 namespace cgx::device::cuda {
 
-void launch(const Reduce& reduce, int processors, void* stream) {
-  launch_all(reduce, true, processors, stream);
-}
-
-void load_reduce_kernels() { load_kernels_of<UniformFormat, Reduce>(); }
+template const void* general_kernel<Formats::kPlain, Reduce>(Dtype dtype, Takers takers);
 
 }  // namespace cgx::device::cuda

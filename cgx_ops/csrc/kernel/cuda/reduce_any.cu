@@ -1,12 +1,8 @@
-// Reduce kernels for buckets of any format.
-#include "kernel/cuda/launching.cuh"
+// General Reduce kernels for buckets of any format.
+#include "kernel/cuda/general.cuh"
 
 namespace cgx::device::cuda {
 
-void launch_any(const Reduce& reduce, int processors, void* stream) {
-  launch_of<AnyFormat>(reduce, processors, stream);
-}
-
-void load_any_reduce_kernels() { load_kernels_of<AnyFormat, Reduce>(); }
+template const void* general_kernel<Formats::kAny, Reduce>(Dtype dtype, Takers takers);
 
 }  // namespace cgx::device::cuda

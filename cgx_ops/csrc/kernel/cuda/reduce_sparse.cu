@@ -1,12 +1,8 @@
-// Reduce kernels for sparse buckets.
-#include "kernel/cuda/launching.cuh"
+// General Reduce kernels for sparse buckets.
+#include "kernel/cuda/general.cuh"
 
 namespace cgx::device::cuda {
 
-void launch_sparse(const Reduce& reduce, int processors, void* stream) {
-  launch_of<SparseFormat>(reduce, processors, stream);
-}
-
-void load_sparse_reduce_kernels() { load_kernels_of<SparseFormat, Reduce>(); }
+template const void* general_kernel<Formats::kSparse, Reduce>(Dtype dtype, Takers takers);
 
 }  // namespace cgx::device::cuda

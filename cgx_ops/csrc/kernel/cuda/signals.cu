@@ -1,6 +1,6 @@
 // The kernel of Signals. It has one warp, so that ranks that share a GPU cannot block each other.
+#include "kernel/cuda/entry_points.h"
 #include "kernel/cuda/exchange.h"
-#include "kernel/cuda/launching.cuh"
 
 namespace cgx::device::cuda {
 namespace {
@@ -34,15 +34,6 @@ __global__ void __launch_bounds__(Warp::kLanes)
 
 }  // namespace
 
-void launch(const Signals& signals, void* stream) {
-  Signals copy = signals;
-  void* arguments[] = {&copy};
-  require_success(
-      cudaLaunchKernel(reinterpret_cast<const void*>(&run_exchange), dim3(1), dim3(Warp::kLanes),
-                       arguments, 0, static_cast<cudaStream_t>(stream)),
-      "launching a kernel");
-}
-
-void load_signals_kernel() { load_kernel(reinterpret_cast<const void*>(&run_exchange)); }
+const void* signals_kernel() { return reinterpret_cast<const void*>(&run_exchange); }
 
 }  // namespace cgx::device::cuda

@@ -9,6 +9,7 @@
 
 #include <cstdint>
 
+#include "kernel/cuda/addresses.h"
 #include "kernel/cuda/formats.h"
 #include "kernel/cuda/launches.h"
 #include "kernel/cuda/memory.h"
@@ -36,21 +37,10 @@ struct Target {
   bool failed = false;
 };
 
-CGX_LANE std::byte* moved(std::byte* from, int64_t bytes) { return from ? from + bytes : nullptr; }
-
 template <typename Value>
 CGX_LANE float error_of(float value, float decoded, const Target& target) {
   if (target.failed) return float_of(kFloat32Nan);
   return kept_in_residual<Value>(multiply(subtract(value, decoded), target.residual_scale));
-}
-
-// Calls visit(first_place + distance) for each address that receives a record. Null: none.
-template <typename Visit>
-CGX_LANE void for_copies(const Copies* copies, std::byte* first_place, const Visit& visit) {
-  if (!first_place) return;
-  visit(first_place);
-  CGX_ROLLED
-  for (int i = 0; i < copies->count; ++i) visit(first_place + copies->distance[i]);
 }
 
 // A lane's unit of result and residual.

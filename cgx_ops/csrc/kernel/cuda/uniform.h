@@ -46,15 +46,32 @@ CGX_LANE Grid grid_of_nan() { return {non_finite(), 0.0f}; }
 
 CGX_LANE Grid range_of(Extremes keys, int bits) {
   const float lo = value_of_key(keys.lowest), hi = value_of_key(keys.highest);
+  // Not finite if a value is not: these are at the ends of the order.
   const float extent = subtract(hi, lo);
-  // NaN and infinity are at the ends of the order.
-  if (!is_finite(lo) || !is_finite(hi) || !is_finite(extent)) return grid_of_nan();
   const float step = divide(extent, static_cast<float>((1 << bits) - 1));
-  const float inverse = divide(1.0f, step);
-  return {{lo, step}, step == 0.0f || !is_finite(inverse) ? 0.0f : inverse};
+  const float inverse = divide(1.0f, step);  // infinite if the step is 0 or tiny
+  return {is_finite(extent) ? Header{lo, step} : non_finite(), is_finite(inverse) ? inverse : 0.0f};
 }
 
 // ---- 3. encode ----
+
+// The level of a value, as 2^23 + level (floor_as_integer). r: added before it is rounded down.
+CGX_LANE float level_of_value(float x, const Grid& grid, float r, float highest) {
+  const float scaled = multiply(subtract(x, grid.header.first), grid.inverse);
+  return floor_as_integer(smaller(add(scaled, r), highest));
+}
+
+// Levels, given as 2^23 + level, as digits to this base, modulo 2^32.
+template <int kCount>
+CGX_LANE uint32_t digits(const float* levels, uint32_t base) {
+  uint32_t number = 0, excess = 0;  // of all kIntegerBits
+  CGX_UNROLL
+  for (int i = kCount - 1; i >= 0; --i) {
+    number = number * base + bits_of(levels[i]);
+    excess = excess * base + kIntegerBits;
+  }
+  return number - excess;
+}
 
 // Shared by all units of a bucket.
 class UniformEncoder {
@@ -63,37 +80,32 @@ class UniformEncoder {
       : grid_(grid),
         bits_(coding.bits),
         base_(1u << bits_),
-        highest_(static_cast<float>(base_ - 1)),
-        // The sum of four kIntegerBits in four digits, modulo 2^32.
-        excess_(kIntegerBits * (1u + base_ + base_ * base_ + base_ * base_ * base_)) {}
+        highest_(static_cast<float>(base_ - 1)) {}
 
   // The field of a unit, its first level in the lowest bits. Levels beyond `count` are 0.
   CGX_LANE uint64_t encode(const Unit& values, const Unit& r, int count) const {
-    uint32_t integers[kUnit];
+    float levels[kUnit];
     CGX_UNROLL
-    for (int i = 0; i < kUnit; ++i) {
-      const float scaled = multiply(subtract(values.at[i], grid_.header.first), grid_.inverse);
-      integers[i] = bits_of(floor_as_integer(smaller(add(scaled, r.at[i]), highest_)));
-    }
-    const uint32_t low = digits(integers), high = digits(integers + 4);
+    for (int i = 0; i < kUnit; ++i)
+      levels[i] = level_of_value(values.at[i], grid_, r.at[i], highest_);
+    const uint32_t low = digits<4>(levels, base_), high = digits<4>(levels + 4, base_);
     const uint64_t field = uint64_t{high} << (4 * bits_) | low;
     return count == kUnit ? field : field & ((uint64_t{1} << (count * bits_)) - 1);
   }
 
  private:
-  CGX_LANE uint32_t digits(const uint32_t* integers) const {
-    return ((integers[3] * base_ + integers[2]) * base_ + integers[1]) * base_ + integers[0] -
-           excess_;
-  }
-
   Grid grid_;
   int bits_;
   uint32_t base_;
   float highest_;
-  uint32_t excess_;
 };
 
 // ---- 4. decode ----
+
+// The value of a level that is given as 2^23 + level.
+CGX_LANE float value_of_level(float level, const Header& header) {
+  return add(header.first, multiply(subtract(level, 8388608.0f), header.second));
+}
 
 // Shared by all units of a record. A level in the top bits of the fraction of a float in [1, 2) is
 // 1 + level / 256. Multiplied by 256 * step, minus 256 * step, rounded once, this is fp32(level *

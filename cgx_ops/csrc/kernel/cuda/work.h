@@ -19,7 +19,7 @@ inline constexpr int kLaneUnits = 2;  // units of a tile that a lane holds in re
 // Values that a group holds in registers. Longer buckets are read once per pass.
 constexpr int tile_numel(int lanes) { return lanes * kLaneUnits * kUnit; }
 
-inline constexpr int kWarpLanes = 32, kBlockLanes = 512;  // the two sizes of groups
+inline constexpr int kWarpLanes = 32, kPairLanes = 64, kBlockLanes = 512;  // the sizes of groups
 // The longest bucket for a warp: two tiles, which are read again while they are in the cache.
 inline constexpr int64_t kMostOfWarp = 1024;
 
@@ -120,7 +120,7 @@ inline Takers takers_of(const Piece& piece) {
 }
 static_assert(tile_numel(kBlockLanes) == kMostWholeOnDevices);
 
-// The kinds of kernels: for uniform buckets and uncompressed values, for any format, for sparse
+// The general kernels: for uniform buckets and uncompressed values, for any format, for sparse
 // buckets.
 enum class Formats { kPlain, kAny, kSparse };
 
@@ -129,23 +129,19 @@ inline Formats formats_of(const Piece& piece) {
   return is_plain(piece.coding) && is_plain(piece.reduced_coding) ? Formats::kPlain : Formats::kAny;
 }
 
-// The pieces of a launch for one kind of group and kernel.
+// The items of a launch, which groups process in turn: buckets, or tiles (aligned/tile.h).
 struct Work {
-  int64_t buckets = 0;
-  int32_t pieces = 0;
-  int32_t piece[kMostPieces] = {};   // its index in the launch
-  int64_t before[kMostPieces] = {};  // number of buckets in earlier pieces
+  int64_t items = 0;
+  int64_t before[kMostPieces] = {};  // number of items in earlier pieces
 };
 
-inline Work work_for(Formats formats, Takers takers, const Pieces& pieces) {
+// Counts the items of each piece.
+template <typename Count>
+Work work_of(const Pieces& pieces, const Count& count) {
   Work work;
   for (int i = 0; i < pieces.count; ++i) {
-    const int64_t buckets = buckets_of(pieces.at[i]);
-    if (buckets == 0 || formats_of(pieces.at[i]) != formats || takers_of(pieces.at[i]) != takers)
-      continue;
-    work.piece[work.pieces] = i;
-    work.before[work.pieces++] = work.buckets;
-    work.buckets += buckets;
+    work.before[i] = work.items;
+    work.items += count(pieces.at[i]);
   }
   return work;
 }
@@ -156,17 +152,17 @@ inline int groups_for(Takers takers, int64_t buckets, int processors) {
       at_most(buckets, int64_t{processors} * (takers == Takers::kWarps ? 64 : 4)));
 }
 
-struct Bucket {
+struct Item {
   int32_t piece;   // index in the launch
   int64_t number;  // index in the piece
 };
 
-// `from` is the result of the previous search: a group's buckets come in order.
-CGX_HD Bucket find_bucket(const Work& work, int64_t bucket, int32_t* from) {
+// `from` is the piece of the previous search: a group's items come in order.
+CGX_HD Item find_item(const Pieces& pieces, const Work& work, int64_t item, int32_t* from) {
   int32_t at = *from;
-  while (at + 1 < work.pieces && work.before[at + 1] <= bucket) ++at;
+  while (at + 1 < pieces.count && work.before[at + 1] <= item) ++at;
   *from = at;
-  return {work.piece[at], bucket - work.before[at]};
+  return {at, item - work.before[at]};
 }
 
 }  // namespace cgx::device::cuda

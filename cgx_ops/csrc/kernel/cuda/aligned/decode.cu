@@ -1,0 +1,16 @@
+// Decode kernels.
+#include "kernel/cuda/aligned/kernels.cuh"
+
+namespace cgx::device::cuda::aligned {
+
+template <>
+const void* kernel<Decode>(Dtype dtype, const Variant& variant, bool /*noisy*/) {
+  if (variant.bits == kExactBits) return exact_kernel<Decode>(dtype);
+  return with_value(dtype, [&]<typename Value>(Value) {
+    return with_codes(variant.bits, variant.default_size, [&](auto bits, auto lanes) {
+      return reinterpret_cast<const void*>(&decode_aligned<Value, bits, lanes>);
+    });
+  });
+}
+
+}  // namespace cgx::device::cuda::aligned

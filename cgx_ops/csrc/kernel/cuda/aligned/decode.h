@@ -1,0 +1,34 @@
+// The body of Decode's aligned kernels for codes.
+#pragma once
+
+#include "kernel/cuda/aligned/records.h"
+
+namespace cgx::device::cuda::aligned {
+
+// `scratch`: kScratchBytes for each lane.
+template <typename Value, int kBits, int kLanes, typename Group>
+CGX_LANE void decode(Group& group, std::byte* scratch, const Decode& launch, const Work& work,
+                     uint32_t first, uint32_t step) {
+  constexpr int kChunk = kWriteChunk<Value>;
+  const Place place = place_of(launch.regions, launch.fault);
+  if (place.failed) {
+    fill_with_nan<Value, kLanes>(group, launch, work, first, step, &Piece::result);
+    return;
+  }
+  for_tiles<kLanes>(
+      launch, work, first, step, [&](const Piece& piece, const Tiling<kLanes>& tiling) {
+        auto records = record_columns_of<kBits, kChunk>(group, piece.message + place.read, tiling);
+        auto result = columns_of<Value, kChunk>(group, piece.result, tiling);
+        return [=, &group](uint32_t tile) mutable {
+          if (!group.select(tiling.active(tile))) return;
+          group.for_lanes([&](int lane) {
+            const auto record = records[lane].load(records[lane].at(tile));
+            Values values;
+            decode(record.codes, record.header, scratch + lane * kScratchBytes, &values);
+            result[lane].store(tile, values);
+          });
+        };
+      });
+}
+
+}  // namespace cgx::device::cuda::aligned

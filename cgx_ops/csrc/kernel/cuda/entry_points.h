@@ -1,0 +1,35 @@
+// The kernels as addresses, which kernels.cu launches and loads.
+#pragma once
+
+#include "base/types.h"
+#include "kernel/cuda/aligned/pieces.h"
+#include "kernel/cuda/work.h"
+
+namespace cgx::device::cuda {
+
+// A general kernel. Each set of formats and type of launch is compiled in a file of its own, in
+// parallel.
+template <Formats kFormats, typename Launch>
+const void* general_kernel(Dtype dtype, Takers takers);
+
+const void* signals_kernel();
+
+namespace aligned {
+
+// A kernel of aligned/, which is noisy if it rounds stochastically; null if there is none.
+template <typename Launch>
+const void* kernel(Dtype dtype, const Variant& variant, bool noisy);
+
+// Calls visit(variant) for every variant that there may be.
+template <typename Visit>
+void for_variants(const Visit& visit) {
+  for (const uint8_t bits : {2, 4, 8, kExactBits})
+    for (const bool default_size : {false, true})
+      for (const bool own : {false, true})
+        for (const bool residual : {false, true})
+          for (const bool encodes : {false, true})
+            visit(Variant{bits, default_size, own, residual, encodes});
+}
+
+}  // namespace aligned
+}  // namespace cgx::device::cuda
