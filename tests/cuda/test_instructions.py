@@ -1,0 +1,63 @@
+"""The speed of kernels without a GPU: instructions for each value, in the code of libcgx.so."""
+
+import re
+from pathlib import Path
+
+import pytest
+from support import gpu_code, sass
+
+from cgx_ops._core import binary
+
+pytestmark = pytest.mark.skipif(
+    "cuda" not in binary.built_with(), reason="cgx_ops was built without CUDA: no nvcc was found"
+)
+
+# What a lane processes in an iteration: values, and what it loads for them in bytes.
+TILE = Path(__file__).parents[2] / "cgx_ops/csrc/kernel/cuda/aligned/tile.h"
+VALUES = int(re.findall(r"\bkLaneValues = (\d+);", TILE.read_text())[0])
+FLOAT32 = 4 * VALUES
+RECORD = 8 + 4 * VALUES // 8  # a header, and codes of 4 bits
+
+ENCODE = "encode_aligned<Float32, 4, false, false>"
+DECODE = "decode_aligned<Float32, 4>"
+SUM = "reduce_aligned<Float32, 4, false, false, false, true>"
+SUM_WITH_OWN = "reduce_aligned<Float32, 4, false, true, false, true>"
+
+
+def _code(kernel: str, architecture: str) -> dict[int, sass.Instruction]:
+    found = gpu_code.code(architecture, f"^{re.escape(kernel)}$")
+    assert found, f"libcgx.so has no kernel {kernel}"
+    return found[kernel]
+
+
+@pytest.mark.parametrize(
+    ("kernel", "architecture", "loaded", "limit"),
+    [
+        (ENCODE, "sm_90", FLOAT32, 16),
+        (DECODE, "sm_90", RECORD, 8),
+        (SUM, "sm_90", RECORD, 8),
+    ],
+)
+def test_instructions_of_the_hot_loop(
+    kernel: str, architecture: str, loaded: int, limit: int
+) -> None:
+    """Check the loop over tiles, and for sums the nested loop over messages."""
+    code = _code(kernel, architecture)
+    loop = sass.hot_loop(code)
+    loads = [code[address] for address in loop.body if code[address].loads]
+    assert sum(load.bytes for load in loads) == loaded, "VALUES is what the loop processes"
+    assert len(loop) / VALUES <= limit
+
+
+@pytest.mark.parametrize(("kernel", "architecture", "limit"), [(SUM, "sm_90", 16)])
+def test_instructions_for_encoding_a_sum(kernel: str, architecture: str, limit: int) -> None:
+    code = _code(kernel, architecture)
+    messages = sass.hot_loop(code)
+    tiles = sass.loop_around(code, messages)
+    assert (len(tiles) - len(messages)) / VALUES <= limit
+
+
+def test_kernels_without_one_hot_loop_are_refused() -> None:
+    code = _code("run_buckets<Float32, UniformFormat, Warp, Encode>", "sm_90")
+    with pytest.raises(LookupError, match="innermost loops"):
+        sass.hot_loop(code)
