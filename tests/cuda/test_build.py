@@ -17,18 +17,19 @@ LAUNCHES = ("Encode", "Reduce", "Decode")
 FORMATS = ("UniformFormat", "AnyFormat", "SparseFormat")
 GROUPS = ("Warp", "Block<512>")
 BITS = ("2", "4", "8")
+LANES = ("0", "32")  # of a bucket: any number, or those of 512 values
 FLAGS = ("false", "true")
 
 # Template arguments: all combinations of a row.
 KERNELS = [
     ("run_buckets", DTYPES, FORMATS, GROUPS, LAUNCHES),
-    # dtype, bits, whether rounding is stochastic, whether there are residuals
-    ("encode_aligned", DTYPES, BITS, FLAGS, FLAGS),
-    # dtype, bits, stochastic, whether own values are added, residuals, whether the sum is encoded
-    ("reduce_aligned", DTYPES, BITS, ["false"], FLAGS, ["false"], ["false"]),
-    ("reduce_aligned", ["Float32"], BITS, FLAGS, ["false"], ["false"], ["true"]),
-    ("reduce_aligned", DTYPES, BITS, FLAGS, ["true"], FLAGS, ["true"]),
-    ("decode_aligned", DTYPES, BITS),
+    # Flags: stochastic rounding, residuals.
+    ("encode_aligned", DTYPES, BITS, LANES, FLAGS, FLAGS),
+    # Flags: stochastic rounding, own values, residuals, encoding of the sum.
+    ("reduce_aligned", DTYPES, BITS, LANES, ["false"], FLAGS, ["false"], ["false"]),
+    ("reduce_aligned", ["Float32"], BITS, LANES, FLAGS, ["false"], ["false"], ["true"]),
+    ("reduce_aligned", DTYPES, BITS, LANES, FLAGS, ["true"], FLAGS, ["true"]),
+    ("decode_aligned", DTYPES, BITS, LANES),
     ("run_exact", DTYPES, LAUNCHES),
 ]
 

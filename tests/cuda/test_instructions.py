@@ -12,16 +12,16 @@ pytestmark = pytest.mark.skipif(
     "cuda" not in binary.built_with(), reason="cgx_ops was built without CUDA: no nvcc was found"
 )
 
-# What a lane processes in an iteration: values, and what it loads for them in bytes.
 TILE = Path(__file__).parents[2] / "cgx_ops/csrc/kernel/cuda/aligned/tile.h"
+# The values that a lane processes in an iteration.
 VALUES = int(re.findall(r"\bkLaneValues = (\d+);", TILE.read_text())[0])
+# Bytes that a lane loads for them.
 FLOAT32 = 4 * VALUES
 RECORD = 8 + 4 * VALUES // 8  # a header, and codes of 4 bits
 
-ENCODE = "encode_aligned<Float32, 4, false, false>"
-DECODE = "decode_aligned<Float32, 4>"
-SUM = "reduce_aligned<Float32, 4, false, false, false, true>"
-SUM_WITH_OWN = "reduce_aligned<Float32, 4, false, true, false, true>"
+ENCODE = "encode_aligned<Float32, 4, 32, false, false>"
+DECODE = "decode_aligned<Float32, 4, 32>"
+SUM = "reduce_aligned<Float32, 4, 32, false, false, false, true>"
 
 
 def _code(kernel: str, architecture: str) -> dict[int, sass.Instruction]:
@@ -45,7 +45,7 @@ def test_instructions_of_the_hot_loop(
     code = _code(kernel, architecture)
     loop = sass.hot_loop(code)
     loads = [code[address] for address in loop.body if code[address].loads]
-    assert sum(load.bytes for load in loads) == loaded, "VALUES is what the loop processes"
+    assert sum(load.bytes for load in loads) == loaded, "the loop processes VALUES"
     assert len(loop) / VALUES <= limit
 
 
