@@ -2,7 +2,7 @@
 
 This program prints the registers, the stack and the loops of kernels:
 
-    PYTHONPATH=tests:. python -m support.gpu_code [--file FILE] [--architecture sm_90] [PATTERN]
+    PYTHONPATH=tests python -m support.gpu_code [--file FILE] [--architecture sm_90] [PATTERN]
 """
 
 import argparse
