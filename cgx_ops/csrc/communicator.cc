@@ -7,7 +7,8 @@
 #include "algorithm/refusal.h"
 #include "base/bytes.h"
 #include "base/status.h"
-#include "device/rounds.h"
+#include "device/addresses.h"
+#include "device/steps.h"
 
 namespace cgx {
 namespace {
@@ -50,25 +51,6 @@ void require_device(const cgx_collective_t& call, cgx_device_t device, const cha
           : call.device == CGX_CUDA ? " (CUDA)"
                                     : "",
           ": ", instead);
-}
-
-// Invalid or freed addresses would put the device in an error state for the whole process.
-void check_addresses(const cgx_collective_t& call, device::Device& device) {
-  const auto check = [&](const void* address, const device::BufferName& what) {
-    if (address) device.check_address(address, what);
-  };
-  // Addresses of empty segments are not used, and may point past the end of an allocation.
-  const auto check_list = [&](const void* const* list, const char* what) {
-    for (int64_t i = 0; list && i < call.num_segments; ++i)
-      if (call.segments[i].numel > 0) check(list[i], {what, i});
-  };
-  check(call.input, {"input"});
-  check(call.output, {"output"});
-  check(call.device_seeds, {"device_seeds"});
-  check(call.device_seed, {"device_seed"});
-  check_list(call.inputs, "inputs");
-  check_list(call.outputs, "outputs");
-  check_list(call.residuals, "residuals");
 }
 
 }  // namespace
@@ -271,7 +253,7 @@ void Communicator::enqueue(const cgx_collective_t& call, device::Device& device)
   require(made.algorithm == CGX_SRA || made.algorithm == CGX_ONE_SHOT, CGX_UNSUPPORTED,
           "algorithm is ", made.algorithm == CGX_RING ? "ring" : "hierarchical",
           "; GPUs support one_shot and sra: use one of them, or auto");
-  check_addresses(call, device);
+  device::check_addresses(call, device);
   const Agreement agreement = make_agreement(call, made);
   if (!engine_) {
     require_open();

@@ -126,17 +126,24 @@ class Rank {
       call.residuals = residual_at_.data();
     }
   }
-  // Runs the call on the CPU
-  void run(Communicator& communicator) {
+  // Make it a call on the CPU, or on a device.
+  void use_cpu() {
     call.device = CGX_CPU;
     give_seeds(/*on_device=*/false);
+  }
+  void use(FakeQueue& stream) {
+    call.device = CGX_CUDA;
+    call.stream = &stream;
+    give_seeds(case_.seeds_on_device);
+  }
+  // Runs the call on the CPU
+  void run(Communicator& communicator) {
+    use_cpu();
     communicator.run(call);
   }
   // Runs the call on the device
   void enqueue(Communicator& communicator, FakeDevice& device, FakeQueue& stream) {
-    call.device = CGX_CUDA;
-    call.stream = &stream;
-    give_seeds(case_.seeds_on_device);
+    use(stream);
     communicator.enqueue(call, device);
   }
   std::vector<std::byte> result() const {
@@ -195,6 +202,145 @@ inline void compare(const Job& job, const Case& one, int64_t* compared) {
           one.text().c_str());
   });
   ++*compared;
+}
+
+// ---- cases ---------------------------------------------------------------------------------
+
+// Every compressor that devices support, with every verb and algorithm.
+inline std::vector<Case> cases_of_compressors() {
+  struct Row {
+    cgx_compressor_t compressor;
+    cgx_rounding_t rounding;
+    int bits, rotation;
+    bool residuals;
+    int64_t density = 0;
+    int value_bits = 0;
+  };
+  const Row rows[] = {{CGX_UNIFORM, CGX_SHIFT, 4, 32, true},
+                      {CGX_LEVELS, CGX_NEAREST, 1, 0, true},
+                      {CGX_LEVELS, CGX_NEAREST, 2, 32, true},
+                      {CGX_SIGN, CGX_NEAREST, 4, 0, false},
+                      {CGX_ONEBIT, CGX_NEAREST, 4, 0, true},
+                      {CGX_TERNARY, CGX_STOCHASTIC, 4, 0, true},
+                      {CGX_TERNARY, CGX_STOCHASTIC, 4, 64, true},
+                      {CGX_QSGD, CGX_STOCHASTIC, 4, 0, false},
+                      {CGX_HALF, CGX_STOCHASTIC, 4, 0, true},
+                      {CGX_HALF, CGX_NEAREST, 4, 0, true},
+                      {CGX_TOPK, CGX_NEAREST, 4, 0, true, 10'000'000},
+                      {CGX_TOPK, CGX_NEAREST, 4, 0, true, 100'000'000, 16},
+                      {CGX_RANDK, CGX_NEAREST, 4, 0, true, 50'000'000}};
+  std::vector<Case> all;
+  int turn = 0;
+  for (const Row& row : rows)
+    for (const auto dtype : {CGX_FLOAT32, CGX_FLOAT16, CGX_BFLOAT16})
+      for (const auto verb : {CGX_ALLREDUCE, CGX_REDUCE_SCATTER, CGX_ALL_GATHER})
+        for (const auto algorithm : {CGX_ONE_SHOT, CGX_SRA}) {
+          if (verb != CGX_ALLREDUCE && algorithm == CGX_ONE_SHOT) continue;
+          Case one;
+          one.compressor = row.compressor;
+          one.rounding = row.rounding;
+          one.bits = row.bits;
+          one.rotation = row.rotation;
+          one.density = row.density;
+          one.value_bits = row.value_bits;
+          one.clip = row.compressor == CGX_TERNARY && row.residuals;
+          one.dtype = dtype;
+          one.verb = verb;
+          one.algorithm = algorithm;
+          one.op = turn % 2 && verb != CGX_ALL_GATHER ? CGX_AVG : CGX_SUM;
+          one.residuals = row.residuals && turn % 3 != 0 && verb == CGX_ALLREDUCE;
+          one.skip = row.compressor != CGX_SIGN && turn % 5 == 0;
+          one.in_place = turn % 7 == 0 && verb == CGX_ALLREDUCE;
+          one.numels = {700, 3, 5000, 16, 1037};
+          ++turn;
+          all.push_back(one);
+        }
+  return all;
+}
+
+// Every verb, dtype, bit width, rounding, compressor and algorithm, and lists of segments.
+inline std::vector<Case> cases() {
+  std::vector<Case> all;
+  const auto add = [&](const std::function<void(Case*)>& change) {
+    all.emplace_back();
+    change(&all.back());
+  };
+  for (const int64_t numel : {0, 1, 17, 511, 512, 513, 40'000, (1 << 20) + 7})
+    for (const auto algorithm : {CGX_AUTO, CGX_ONE_SHOT, CGX_SRA})
+      if (numel < 100'000 || algorithm == CGX_AUTO)
+        add([&](Case* c) {
+          c->numels = {numel};
+          c->algorithm = algorithm;
+          c->rounding = CGX_STOCHASTIC;
+        });
+  for (const int bits : {1, 2, 3, 4, 5, 6, 7, 8, 32})
+    for (const auto dtype : {CGX_FLOAT32, CGX_FLOAT16, CGX_BFLOAT16})
+      for (const auto verb : {CGX_ALLREDUCE, CGX_REDUCE_SCATTER, CGX_ALL_GATHER})
+        add([&](Case* c) {
+          c->bits = bits;
+          c->dtype = dtype;
+          c->verb = verb;
+          c->numels = {5000};
+          c->rounding = bits % 2 ? CGX_STOCHASTIC : CGX_SHIFT;
+        });
+  for (const auto op : {CGX_AVG, CGX_MIN, CGX_MAX, CGX_PRODUCT})
+    add([&](Case* c) {
+      c->op = op;
+      c->bits = op == CGX_AVG ? 4 : 32;
+      c->divisor = op == CGX_AVG ? 7 : 0;
+      c->algorithm = CGX_SRA;
+    });
+  for (const bool skip : {false, true})
+    for (const auto algorithm : {CGX_ONE_SHOT, CGX_SRA})
+      for (const int gather_bits : {0, 8, 32})
+        add([&](Case* c) {
+          c->skip = skip;
+          c->algorithm = algorithm;
+          c->gather_bits = gather_bits;
+          c->residuals = true;
+          c->op = gather_bits == 8 ? CGX_AVG : CGX_SUM;
+          c->numels = {700, 3, 1000, 16, 90};
+        });
+  for (const auto dtype : {CGX_FLOAT32, CGX_FLOAT16, CGX_BFLOAT16})
+    for (const auto algorithm : {CGX_ONE_SHOT, CGX_SRA})
+      for (const int bits : {4, 32})
+        add([&](Case* c) {
+          c->dtype = dtype;
+          c->algorithm = algorithm;
+          c->bits = bits;
+          c->op = CGX_AVG;
+          c->divisor = 5;
+          c->rounding = CGX_STOCHASTIC;
+          c->residuals = true;
+          c->in_place = bits == 4;
+          c->numels = {700, 0, 3, 20'000};
+        });
+  add([](Case* c) {
+    c->numels.assign(100, 300);  // more than one launch holds
+    c->numels[7] = 0;
+    c->algorithm = CGX_SRA;
+    c->in_place = true;
+    c->seeds_on_device = true;
+    c->rounding = CGX_STOCHASTIC;
+  });
+  for (const auto verb : {CGX_ALLREDUCE, CGX_REDUCE_SCATTER, CGX_ALL_GATHER})
+    for (const bool on_device : {false, true})
+      add([&](Case* c) {  // all noise derives from one seed
+        c->verb = verb;
+        c->numels.assign(40, 100);
+        c->one_seed = true;
+        c->seeds_on_device = on_device;
+        c->rounding = CGX_STOCHASTIC;
+      });
+  add([](Case* c) {
+    c->numels = {3'000'000, 17, 2'000'000};  // several rounds
+    c->bits = 8;
+    c->gather_bits = 4;
+    c->rounding = CGX_STOCHASTIC;
+    c->residuals = true;
+  });
+  for (const Case& one : cases_of_compressors()) all.push_back(one);
+  return all;
 }
 
 inline Case case_of(int64_t numel, cgx_verb_t verb, cgx_algorithm_t algorithm) {

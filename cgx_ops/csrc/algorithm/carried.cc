@@ -11,12 +11,13 @@
 namespace cgx {
 namespace {
 
+// Longer than any message. Sizes in bits do not overflow.
+constexpr int64_t kUncut = int64_t{1} << 50;
+
 Plan carried_plan(const cgx_collective_t& call, int rank, int size, BuffersUsed used) {
   require(size >= 1 && rank >= 0 && rank < size, CGX_INVALID_ARGUMENT, "rank is ", rank,
           " and size ", size, "; accepted: 0 <= rank < size");
-  require(call.device == CGX_CPU, CGX_UNSUPPORTED, "device is ", call.device,
-          ": messages that the caller sends are encoded on the CPU; give CGX_CPU, and values in "
-          "host memory");
+  in_range("device", call.device, CGX_CPU, CGX_CUDA, "a cgx_device_t");
   Plan plan = make_plan(call, rank, size, used);
   require(plan.verb->id == CGX_ALLREDUCE, CGX_INVALID_ARGUMENT, "verb is ", call.verb,
           ": only the messages of an allreduce can be sent by the caller; give CGX_ALLREDUCE");
@@ -24,6 +25,7 @@ Plan carried_plan(const cgx_collective_t& call, int rank, int size, BuffersUsed 
           "algorithm is ", plan.algorithm == CGX_RING ? "ring" : "hierarchical",
           ", which forwards messages and is not supported here; give auto, one_shot or sra");
   resolve_algorithm(&plan);
+  if (call.device == CGX_CUDA) plan.chunk_bytes = kUncut;  // a launch takes a whole message
   return plan;
 }
 
@@ -47,13 +49,17 @@ void check_length(int64_t given, int64_t wanted, const char* what) {
           " bytes; cgx_carried_plan reports ", wanted, " for these values and ranks");
 }
 
-// Zeroes a buffer that is sent to peers, so that it does not leak earlier contents of the memory.
-std::byte* cleared(std::span<std::byte> buffer, int64_t least, const char* what) {
+// Throws unless a buffer for messages has enough room.
+void check_room(std::span<const std::byte> buffer, int64_t least, const char* what) {
   const auto bytes = static_cast<int64_t>(buffer.size());
   require(bytes >= least, CGX_INVALID_ARGUMENT, what, " has room for ", bytes, " bytes; ", least,
           " are needed, as cgx_carried_plan reports");
   check_pointer(buffer.data(), least, what, "bytes");
-  if (bytes > 0) std::memset(buffer.data(), 0, bytes);
+}
+
+// Zeroes a buffer that is sent to peers, so that it does not leak earlier contents of the memory.
+std::byte* cleared(std::span<std::byte> buffer) {
+  if (!buffer.empty()) std::memset(buffer.data(), 0, buffer.size());
   return buffer.data();
 }
 
@@ -72,7 +78,10 @@ Encoded message_at(const Chunk& chunk, Stage stage, int source, const std::byte*
 }  // namespace
 
 Carried::Carried(const cgx_collective_t& call, int rank, int size, BuffersUsed used)
-    : plan_(carried_plan(call, rank, size, used)), seeds_(shared_seeds(plan_)), layout_(plan_) {}
+    : on_device_(call.device == CGX_CUDA),
+      plan_(carried_plan(call, rank, size, used)),
+      seeds_(shared_seeds(plan_)),
+      layout_(plan_) {}
 
 int64_t Carried::encoded_bytes(int owner) const {
   return seeds_bytes() + bytes_of(layout_.shard(owner), Stage::kScatter);
@@ -96,61 +105,90 @@ int64_t Carried::gather_bytes(int owner) const {
   return one_shot() ? encoded_bytes(owner) : bytes_of(layout_.shard(owner), Stage::kGather);
 }
 
+std::vector<int64_t> Carried::encoded_at() const {
+  std::vector<int64_t> at(plan_.size + 1, 0);
+  for (int rank = 0; rank < plan_.size; ++rank)
+    at[rank + 1] = at[rank] + (has_room(rank) ? scatter_bytes(rank) : 0);
+  if (one_shot()) at.back() = gather_bytes(plan_.rank);
+  return at;
+}
+
+std::vector<int64_t> Carried::arrived_at() const {
+  const int64_t bytes = scatter_bytes(plan_.rank);
+  std::vector<int64_t> at(plan_.size + 1, 0);
+  for (int rank = 0; rank < plan_.size; ++rank)
+    at[rank + 1] = at[rank] + (has_room(rank) ? bytes : 0);
+  return at;
+}
+
+void Carried::check_encode(std::span<const std::byte> messages) const {
+  check_room(messages, encoded_at().back(), "messages");
+}
+
+void Carried::check_reduce(std::span<const std::byte> arrived,
+                           std::span<const std::byte> message) const {
+  require(!one_shot(), CGX_INVALID_ARGUMENT,
+          "the algorithm is one_shot, which has no reduce step: cgx_carried_decode sums. Call "
+          "cgx_carried_reduce for sra only");
+  check_length(arrived.size(), arrived_at().back(), "arrived");
+  check_pointer(arrived.data(), scatter_bytes(plan_.rank), "arrived", "bytes");
+  check_room(message, gather_bytes(plan_.rank), "message");
+}
+
+int64_t Carried::check_decode(std::span<const std::byte> gathered) const {
+  int64_t longest = 0;
+  for (int rank = 0; rank < plan_.size; ++rank) longest = std::max(longest, gather_bytes(rank));
+  const auto bytes = static_cast<int64_t>(gathered.size()), stride = bytes / plan_.size;
+  require(stride >= longest && bytes % plan_.size == 0, CGX_INVALID_ARGUMENT, "gathered has ",
+          bytes, " bytes; it must be ", plan_.size, " messages of equal size, at least ", longest,
+          " bytes each, as cgx_carried_plan reports");
+  check_pointer(gathered.data(), longest, "gathered", "bytes");
+  return stride;
+}
+
 void Carried::encode(std::span<std::byte> room) const {
   if (plan_.size == 1) return;
-  std::vector<int> owners;  // of the shards to send
-  for (int rank = 0; rank < plan_.size; ++rank)
-    if ((rank == plan_.rank) == one_shot()) owners.push_back(rank);
-  int64_t bytes = 0;
-  for (const int owner : owners) bytes += encoded_bytes(owner);
-  std::byte* messages = cleared(room, bytes, "messages");
-  for (const int owner : owners) {
+  check_encode(room);
+  std::byte* const messages = cleared(room);
+  const std::vector<int64_t> at = encoded_at();
+  for (int owner = 0; owner < plan_.size; ++owner) {
+    if ((owner == plan_.rank) != one_shot()) continue;
     const Shard& shard = layout_.shard(owner);
-    if (seeds_) std::memcpy(messages, &*seeds_, sizeof(*seeds_));
-    messages += seeds_bytes();
+    std::byte* message = messages + at[owner];
+    if (seeds_) std::memcpy(message, &*seeds_, sizeof(*seeds_));
+    message += seeds_bytes();
     for (const Chunk& chunk : shard.chunks) {
-      std::byte* to = messages + (chunk.sliced ? 0 : kLengthBytes);
+      std::byte* to = message + (chunk.sliced ? 0 : kLengthBytes);
       const int64_t bytes = encode_chunk(plan_, shard, chunk, Stage::kScatter, plan_.input, to);
-      if (!chunk.sliced) std::memcpy(messages, &bytes, kLengthBytes);
-      messages += room_of(chunk, Stage::kScatter);
+      if (!chunk.sliced) std::memcpy(message, &bytes, kLengthBytes);
+      message += room_of(chunk, Stage::kScatter);
     }
   }
 }
 
-void Carried::reduce(std::span<const std::byte> received, std::span<std::byte> room) const {
-  require(!one_shot(), CGX_INVALID_ARGUMENT,
-          "the algorithm is one_shot, which has no reduce step: cgx_carried_decode sums. Call "
-          "cgx_carried_reduce for sra only");
+void Carried::reduce(std::span<const std::byte> arrived, std::span<std::byte> room) const {
+  if (plan_.size > 1 || one_shot()) check_reduce(arrived, room);
   if (plan_.size == 1) return;
-  const int64_t bytes = scatter_bytes(plan_.rank);
-  check_length(received.size(), (plan_.size - 1) * bytes, "arrived");
-  check_pointer(received.data(), bytes, "arrived", "bytes");
-  const std::byte* arrived = received.data();
-  std::byte* message = cleared(room, gather_bytes(plan_.rank), "message");
-  const auto from = [&](int rank) { return arrived + (rank - (rank > plan_.rank)) * bytes; };
+  std::byte* message = cleared(room);
+  const auto from = [&, at = arrived_at()](int rank) { return arrived.data() + at[rank]; };
   for (int rank = 0; rank < plan_.size; ++rank)
     if (rank != plan_.rank) check_seeds(rank, from(rank));
-  arrived += seeds_bytes();
+  int64_t at = seeds_bytes();
   std::vector<Encoded> messages(plan_.size, kOwnValues);
   ChunkReducer reducer(plan_);
   const Shard& shard = layout_.shard(plan_.rank);
   for (const Chunk& chunk : shard.chunks) {
     for (int rank = 0; rank < plan_.size; ++rank)
-      if (rank != plan_.rank) messages[rank] = message_at(chunk, Stage::kScatter, rank, from(rank));
+      if (rank != plan_.rank)
+        messages[rank] = message_at(chunk, Stage::kScatter, rank, from(rank) + at);
     message += reducer.to_message(Stage::kGather, shard, chunk, messages, plan_.input, message);
-    arrived += room_of(chunk, Stage::kScatter);
+    at += room_of(chunk, Stage::kScatter);
   }
 }
 
 void Carried::decode(std::span<const std::byte> received) const {
   if (plan_.size == 1) return pass_through(plan_);
-  int64_t longest = 0;
-  for (int rank = 0; rank < plan_.size; ++rank) longest = std::max(longest, gather_bytes(rank));
-  const auto bytes = static_cast<int64_t>(received.size()), stride = bytes / plan_.size;
-  require(stride >= longest && bytes % plan_.size == 0, CGX_INVALID_ARGUMENT, "gathered has ",
-          bytes, " bytes; it must be ", plan_.size, " messages of equal size, at least ", longest,
-          " bytes each, as cgx_carried_plan reports");
-  check_pointer(received.data(), longest, "gathered", "bytes");
+  const int64_t stride = check_decode(received);
   const std::byte* gathered = received.data();
   if (!one_shot()) {
     for (int owner = 0; owner < plan_.size; ++owner) {

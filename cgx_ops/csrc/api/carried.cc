@@ -2,7 +2,12 @@
 // may be null.
 #include "algorithm/carried.h"
 
+#include <initializer_list>
+#include <utility>
+
 #include "api/api.h"
+#include "device/addresses.h"
+#include "device/carried.h"
 #include "traffic.h"
 
 namespace {
@@ -38,12 +43,30 @@ auto bytes_at(Void* buffer, int64_t bytes, const char* what) {
   return std::span<Byte>(static_cast<Byte*>(buffer), bytes);
 }
 
+// Runs a step: on_cpu(), or on_gpu(steps, queue) for CUDA calls. `buffers` are the step's messages.
+template <typename OnCpu, typename OnGpu>
+void run(const cgx_collective_t& call, const Carried& made,
+         std::initializer_list<std::pair<const char*, const void*>> buffers, const OnCpu& on_cpu,
+         const OnGpu& on_gpu) {
+  if (call.device == CGX_CPU) return on_cpu();
+  refuse_forked();
+  const device::CarriedSteps steps(made);
+  const void* first = device::first_buffer(call);
+  for (const auto& [name, buffer] : buffers) first = first ? first : buffer;
+  device::Device& device = device::device_of(first);
+  device::check_addresses(call, device);
+  for (const auto& [name, buffer] : buffers)
+    if (buffer) device.check_address(buffer, {name});
+  on_gpu(steps, *device.wrap(call.stream));
+}
+
 }  // namespace
 
 cgx_status_t cgx_carried_plan(const cgx_carried_t* carried, int32_t* algorithm,
                               int64_t* scatter_bytes, int64_t* gather_bytes) {
   return guarded_arithmetic([&] {
     const Carried made = make_carried(carried, {.input = false, .output = false});
+    if (carried->call->device == CGX_CUDA) device::CarriedSteps{made};  // throws if unsupported
     require(algorithm && scatter_bytes && gather_bytes, CGX_INVALID_ARGUMENT,
             "algorithm, scatter_bytes or gather_bytes is a null pointer; pass one int32 and two "
             "arrays of `size` int64");
@@ -58,7 +81,10 @@ cgx_status_t cgx_carried_plan(const cgx_carried_t* carried, int32_t* algorithm,
 cgx_status_t cgx_carried_encode(const cgx_carried_t* carried, void* messages, int64_t bytes) {
   return guarded_arithmetic([&] {
     const Carried made = make_carried(carried, {.input = true, .output = false});
-    made.encode(bytes_at(messages, bytes, "messages"));
+    const auto to = bytes_at(messages, bytes, "messages");
+    run(
+        *carried->call, made, {{"messages", messages}}, [&] { made.encode(to); },
+        [&](const auto& steps, auto& queue) { steps.encode(queue, to); });
     count(*carried, made, bytes);
   });
 }
@@ -66,17 +92,24 @@ cgx_status_t cgx_carried_encode(const cgx_carried_t* carried, void* messages, in
 cgx_status_t cgx_carried_reduce(const cgx_carried_t* carried, const void* arrived,
                                 int64_t arrived_bytes, void* message, int64_t message_bytes) {
   return guarded_arithmetic([&] {
-    make_carried(carried, {.input = true, .output = false})
-        .reduce(bytes_at(arrived, arrived_bytes, "arrived"),
-                bytes_at(message, message_bytes, "message"));
+    const Carried made = make_carried(carried, {.input = true, .output = false});
+    const auto from = bytes_at(arrived, arrived_bytes, "arrived");
+    const auto to = bytes_at(message, message_bytes, "message");
+    run(
+        *carried->call, made, {{"arrived", arrived}, {"message", message}},
+        [&] { made.reduce(from, to); },
+        [&](const auto& steps, auto& queue) { steps.reduce(queue, from, to); });
     Traffic::carried().add_sent(to_peers(*carried, message_bytes));
   });
 }
 
 cgx_status_t cgx_carried_decode(const cgx_carried_t* carried, const void* gathered, int64_t bytes) {
   return guarded_arithmetic([&] {
-    make_carried(carried, {.input = false, .output = true})
-        .decode(bytes_at(gathered, bytes, "gathered"));
+    const Carried made = make_carried(carried, {.input = false, .output = true});
+    const auto from = bytes_at(gathered, bytes, "gathered");
+    run(
+        *carried->call, made, {{"gathered", gathered}}, [&] { made.decode(from); },
+        [&](const auto& steps, auto& queue) { steps.decode(queue, from); });
   });
 }
 

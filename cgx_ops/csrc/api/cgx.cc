@@ -17,6 +17,7 @@
 #include "base/env.h"
 #include "base/status.h"
 #include "connect.h"
+#include "device/addresses.h"
 #include "kernel/kernels.h"
 #include "registry.h"
 #include "traffic.h"
@@ -93,15 +94,6 @@ void close(Communicator& communicator) {
 
 int64_t nanoseconds(Clock::duration time) {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(time).count();
-}
-
-// The first non-null address of a segment with values; null if there is none.
-const void* first_buffer(const cgx_collective_t& call) {
-  for (const void* buffer : {call.input, static_cast<const void*>(call.output)})
-    if (buffer) return buffer;
-  for (int64_t i = 0; call.inputs && i < call.num_segments; ++i)
-    if (call.inputs[i] && call.segments[i].numel > 0) return call.inputs[i];
-  return nullptr;
 }
 
 }  // namespace
@@ -307,7 +299,7 @@ cgx_status_t cgx_enqueue(const cgx_collective_t* collective) {
   return guarded([&] {
     check_struct(collective, "cgx_collective_t");
     const auto communicator = Registry::instance().get(collective->comm);
-    communicator->enqueue(*collective, device::device_of(first_buffer(*collective)));
+    communicator->enqueue(*collective, device::device_of(device::first_buffer(*collective)));
   });
 }
 

@@ -1,131 +1,19 @@
 #include "device/rounds.h"
 
 #include <algorithm>
-#include <span>
-#include <tuple>
 #include <utility>
 #include <vector>
 
 #include "base/status.h"
 
 namespace cgx::device {
-namespace {
 
-using CpuPiece = ::cgx::Piece;
-
-// Collects pieces and enqueues them, one full launch at a time.
-template <typename Launch>
-class Batch {
- public:
-  using Put = void (Queue::*)(const Launch&);
-  Batch(Queue& queue, Put put, const Launch& launch) : queue_(queue), put_(put), launch_(launch) {
-    launch_.pieces.count = 0;
-  }
-  void add(const Piece& piece) {
-    if (launch_.pieces.count == kMostPieces) flush();
-    launch_.pieces.at[launch_.pieces.count++] = piece;
-  }
-  void flush() {
-    if (launch_.pieces.count > 0) (queue_.*put_)(launch_);
-    launch_.pieces.count = 0;
-  }
-
- private:
-  Queue& queue_;
-  const Put put_;
-  Launch launch_;
-};
-
-// The coding of a run of a piece in a stage (compressor/codec.h), and its offset in the chunk's
-// message.
-struct Coded {
-  int64_t at;
-  Coding coding;
-};
-
-class Runs {
- public:
-  Runs(const CpuPiece& piece, Stage stage)
-      : at_(piece.coded[stage].at),
-        codec_(*piece.coded[stage].codec->sliced()),
-        runs_(device_runs(piece.segment->codecs[stage], piece.numel)) {}
-  size_t size() const { return runs_.size(); }
-  const DeviceRun& operator[](size_t i) const { return runs_[i]; }
-  // The coding of the part of a run that begins at element `first`.
-  Coded coded(int64_t first) const {
-    size_t i = runs_.size() - 1;
-    while (runs_[i].first > first) --i;
-    return {at_ + codec_.offset(first), runs_[i].coding};
-  }
-
- private:
-  const int64_t at_;
-  const SlicedCodec& codec_;
-  const std::vector<DeviceRun> runs_;
-};
-
-// Calls add(piece, first) for each run of a CPU piece, which begins at its element `first`. In the
-// gather stage, uncompressed values may be one run where the scatter stage has two, but not vice
-// versa.
-template <typename Add>
-void for_runs(const Plan& plan, const CpuPiece& cpu, const Runs& runs, const Add& add) {
-  for (size_t i = 0; i < runs.size(); ++i) {
-    const auto& [first, numel, coding] = runs[i];
-    Piece piece{};
-    if (cpu.residual) piece.residual = cpu.residual + plan.bytes(first);
-    piece.numel = numel;
-    piece.first_index = cpu.first_index + first;
-    piece.bucket_size = cpu.segment->codecs[Stage::kScatter].bucket_size;
-    piece.seed = cpu.seed;
-    piece.seed_at = cpu.segment->seed_at;
-    piece.seed_number = static_cast<int32_t>(cpu.segment->seed_number);
-    add(piece, first);
-  }
-}
-
-// The distinct addresses: the first, and the distances of the others from it.
-std::pair<std::byte*, Copies> distinct(std::vector<std::byte*> addresses) {
-  std::sort(addresses.begin(), addresses.end());
-  addresses.erase(std::unique(addresses.begin(), addresses.end()), addresses.end());
-  require(addresses.size() <= kMostPeers, CGX_INTERNAL, addresses.size(),
-          " addresses of one message");
-  Copies copies{};
-  for (size_t i = 1; i < addresses.size(); ++i)
-    copies.distance[copies.count++] = addresses[i] - addresses[0];
-  return {addresses[0], copies};
-}
-
-}  // namespace
-
-// A round and its lane.
-struct Rounds::At {
-  int64_t round;
-  Wire& wire;
-  Lane& lane;
-
-  // Null after the end of the shard.
-  const Chunk* chunk(const Shard& shard) const {
-    return round < static_cast<int64_t>(shard.chunks.size()) ? &shard.chunks[round] : nullptr;
-  }
-  std::span<const CpuPiece> pieces(const Shard& shard) const {
-    const Chunk* found = chunk(shard);
-    return found ? shard.pieces_of(*found) : std::span<const CpuPiece>();
-  }
-};
-
-Rounds::Rounds(Plan plan) : plan_(std::move(plan)), layout_(plan_) {
-  if (!plan_.segments.empty()) rounding_ = plan_.segments[0].rounding;
-  for (const Segment& segment : plan_.segments) {
-    for (const CodecSettings& codec : segment.codecs.each) {
-      device_runs(codec, 0);  // throws if unsupported
+Rounds::Rounds(Plan plan) : plan_(std::move(plan)), layout_(plan_), steps_(plan_, layout_) {
+  for (const Segment& segment : plan_.segments)
+    for (const CodecSettings& codec : segment.codecs.each)
       require(codec.compressor != CGX_RANDK || !segment.seed_at, CGX_UNSUPPORTED,
               "randk does not support seeds in GPU memory, because ranks cannot compare them: pass "
               "seeds in host memory");
-    }
-    require(
-        segment.rounding == rounding_, CGX_UNSUPPORTED,
-        "segments use different roundings: on GPUs all segments of a call must use the same one");
-  }
   for (int owner = 0; owner < plan_.size; ++owner) {
     const auto& chunks = layout_.shard(owner).chunks;
     count_ = std::max(count_, static_cast<int64_t>(chunks.size()));
@@ -139,64 +27,29 @@ Rounds::Rounds(Plan plan) : plan_(std::move(plan)), layout_(plan_) {
   }
 }
 
-void Rounds::run(int64_t round, Wire& wire, Lane& lane) const {
-  const At at{round, wire, lane};
-  encode(at);
-  exchange(at, scatters() && !one_shot() ? Traffic::kEach : Traffic::kAll);
-  if (scatters()) reduce(at);
-  if (one_shot() || !gathers()) return;
-  if (scatters()) exchange(at, Traffic::kAll);
-  decode(at);
-}
-
-// The base of a shard's offsets.
-const std::byte* Rounds::input(int owner) const {
-  return plan_.input + plan_.bytes(scatters() ? layout_.block_offset(owner) : 0);
-}
-std::byte* Rounds::output(int owner) const {
-  return plan_.output + plan_.bytes(gathers() ? layout_.block_offset(owner) : 0);
-}
-
-// Encodes values to be summed, for each owner or (one_shot) for all; or my block, for all.
-void Rounds::encode(const At& at) const {
-  const bool for_all = one_shot() || !scatters();
-  const Stage stage = scatters() ? Stage::kScatter : Stage::kGather;
-  const Slots slots = at.lane.slots(for_all ? Traffic::kAll : Traffic::kEach);
-  Encode launch{};
-  launch.dtype = plan_.dtype;
-  launch.rounding = rounding_;
-  launch.rank = static_cast<uint32_t>(plan_.noise_rank);
-  launch.phase = static_cast<uint32_t>(stage);
-  launch.regions = at.wire.regions();
-  launch.fault = at.lane.fault();
-  std::byte* to = nullptr;
-  if (for_all) std::tie(to, launch.copies) = distinct(slots.to);
-  Batch<Encode> batch(at.lane.queue(), &Queue::encode, launch);
-  const auto encode_shard = [&](int owner, std::byte* message) {
-    for (const CpuPiece& cpu : at.pieces(layout_.shard(owner))) {
-      const Runs runs(cpu, stage);
-      for_runs(plan_, cpu, runs, [&](Piece piece, int64_t first) {
-        const Coded coded = runs.coded(first);
-        piece.values = input(owner) + cpu.input_at + plan_.bytes(first);
-        piece.message = message + coded.at;
-        piece.coding = coded.coding;
-        piece.block = gathers() ? 0 : owner;
-        batch.add(piece);
-      });
-    }
+void Rounds::run(int64_t number, Wire& wire, Lane& lane) const {
+  const bool scatters = plan_.verb->scatters, gathers = plan_.verb->gathers;
+  const Round round{number, lane.queue(), wire.regions(), lane.fault()};
+  const auto received = [&](Traffic traffic) {
+    const Slots slots = lane.slots(traffic);
+    return Received{slots.from, slots.stride};
   };
-  if (for_all) {
-    encode_shard(plan_.rank, to);
-  } else {
-    for (int owner = 0; owner < plan_.size; ++owner)
-      if (owner != plan_.rank) encode_shard(owner, slots.to[owner]);
+  const Traffic first = scatters && !one_shot() ? Traffic::kEach : Traffic::kAll;
+  steps_.encode(round, lane.slots(first).to);
+  exchange(number, lane, first);
+  const bool again = scatters && gathers && !one_shot();  // the sums are exchanged, too
+  if (scatters) {
+    std::vector<std::byte*> to;
+    if (again) to = lane.slots(Traffic::kAll).to;
+    steps_.reduce(round, received(first), to);
   }
-  batch.flush();
+  if (again) exchange(number, lane, Traffic::kAll);
+  if (gathers && !one_shot()) steps_.decode(round, received(Traffic::kAll));
 }
 
-void Rounds::exchange(const At& at, Traffic traffic) const {
+void Rounds::exchange(int64_t round, Lane& lane, Traffic traffic) const {
   const auto bytes = [&](int owner, Stage stage) {
-    const Chunk* chunk = at.chunk(layout_.shard(owner));
+    const Chunk* chunk = Steps::chunk(layout_.shard(owner), round);
     return chunk ? chunk->length[stage].most : 0;
   };
   std::vector<int64_t> sent(plan_.size, 0), received(plan_.size, 0);
@@ -206,106 +59,7 @@ void Rounds::exchange(const At& at, Traffic traffic) const {
     sent[peer] = bytes(traffic == Traffic::kEach ? peer : plan_.rank, stage);
     received[peer] = bytes(traffic == Traffic::kEach ? plan_.rank : peer, stage);
   }
-  at.lane.exchange(traffic, sent, received);
-}
-
-// Reduces my shard or (one_shot) everything, in rank order. My own values are raw unless I sent
-// them, too.
-void Rounds::reduce(const At& at) const {
-  const Slots arrived = at.lane.slots(one_shot() ? Traffic::kAll : Traffic::kEach);
-  const bool to_message = gathers() && !one_shot();
-  const bool averages = plan_.op == Op::kAvg;
-  Reduce launch{};
-  launch.dtype = plan_.dtype;
-  launch.rounding = rounding_;
-  launch.op = plan_.op;
-  launch.divisor = static_cast<float>(plan_.divisor);
-  launch.rank = static_cast<uint32_t>(plan_.noise_rank);
-  launch.phase = static_cast<uint32_t>(Stage::kGather);
-  launch.size = plan_.size;
-  launch.own = one_shot() ? -1 : plan_.rank;
-  launch.stride = arrived.stride;
-  launch.residual_scale = averages ? launch.divisor : 1.0f;
-  launch.regions = at.wire.regions();
-  launch.fault = at.lane.fault();
-  std::byte* to = nullptr;
-  if (to_message) std::tie(to, launch.copies) = distinct(at.lane.slots(Traffic::kAll).to);
-  Batch<Reduce> batch(at.lane.queue(), &Queue::reduce, launch);
-  for (const CpuPiece& cpu : at.pieces(layout_.shard(plan_.rank))) {
-    const Runs scattered(cpu, Stage::kScatter), gathered(cpu, Stage::kGather);
-    for_runs(plan_, cpu, scattered, [&](Piece piece, int64_t first) {
-      if (!one_shot()) piece.values = input(plan_.rank) + cpu.input_at + plan_.bytes(first);
-      const Coded coded = scattered.coded(first), reduced = gathered.coded(first);
-      piece.message = arrived.from + coded.at;
-      piece.coding = coded.coding;
-      piece.reduced_coding = reduced.coding;
-      if (to_message) {
-        piece.reduced = to + reduced.at;
-      } else {
-        piece.result = output(plan_.rank) + cpu.output_at + plan_.bytes(first);
-        piece.residual = nullptr;  // values have no quantization error
-      }
-      batch.add(piece);
-    });
-  }
-  batch.flush();
-}
-
-// Decodes all shards, including mine, so that all ranks have the same bits.
-void Rounds::decode(const At& at) const {
-  const Slots slots = at.lane.slots(Traffic::kAll);
-  Decode launch{};
-  launch.dtype = plan_.dtype;
-  launch.regions = at.wire.regions();
-  launch.fault = at.lane.fault();
-  Batch<Decode> batch(at.lane.queue(), &Queue::decode, launch);
-  for (int owner = 0; owner < plan_.size; ++owner)
-    for (const CpuPiece& cpu : at.pieces(layout_.shard(owner))) {
-      const Runs runs(cpu, Stage::kGather);
-      for_runs(plan_, cpu, runs, [&](Piece piece, int64_t first) {
-        const Coded coded = runs.coded(first);
-        piece.message = slots.from + owner * slots.stride + coded.at;
-        piece.coding = coded.coding;
-        piece.result = output(owner) + cpu.output_at + plan_.bytes(first);
-        piece.residual = nullptr;  // already written
-        batch.add(piece);
-      });
-    }
-  batch.flush();
-}
-
-void pass_through(const Plan& plan, Queue& queue) {
-  Reduce launch{};  // the sum of one rank's values and residual, divided
-  launch.dtype = plan.dtype;
-  launch.op = plan.op;
-  launch.divisor = static_cast<float>(plan.divisor);
-  launch.size = 1;
-  launch.own = 0;
-  Batch<Reduce> batch(queue, &Queue::reduce, launch);
-  for (const Segment& segment : plan.segments) {
-    const size_t bytes = plan.bytes(segment.numel);
-    if (bytes == 0) continue;
-    const std::byte* from = plan.input + segment.input_at;
-    std::byte* to = plan.output + segment.output_at;
-    const CodecSettings& codec = segment.codecs[Stage::kGather];
-    if (votes(codec) || plan.divides_alone() || segment.residual) {
-      Piece piece{};
-      piece.values = from;
-      piece.result = to;
-      piece.residual = segment.residual;
-      piece.numel = segment.numel;
-      piece.bucket_size = codec.bucket_size;
-      if (votes(codec))
-        piece.coding = piece.reduced_coding = device_runs(codec, segment.numel)[0].coding;
-      batch.add(piece);
-    } else if (from != to) {
-      queue.copy(to, from, bytes);
-    }
-  }
-  batch.flush();
-  for (const Segment& segment : plan.segments)
-    if (segment.residual && segment.numel > 0)
-      queue.clear(segment.residual, plan.bytes(segment.numel));
+  lane.exchange(traffic, sent, received);
 }
 
 }  // namespace cgx::device

@@ -513,6 +513,13 @@ CGX_API cgx_status_t cgx_plan(const cgx_collective_t* collective, cgx_plan_t* pl
  * Messages are contiguous in rank order. In the input of cgx_carried_decode they are at equal
  * distances, at least as long as the longest message.
  *
+ * GPUs (the call's device is CGX_CUDA): the steps enqueue kernels on the call's stream and return,
+ * also while the stream is capturing. The caller enqueues the exchanges on the same stream. All
+ * buffers are on one GPU. Messages are equal to those of CPU calls, so ranks may use different
+ * devices. The buffers of the all-to-all also have room for a message of this rank to itself,
+ * scatter_bytes[rank] bytes, which cgx_carried_encode zeroes and cgx_carried_reduce does not read.
+ * CGX_THRESHOLD and CGX_RANDK are not supported.
+ *
  * The library cannot check that all ranks make the same call, as messages have no headers. It only
  * compares the seeds of CGX_RANDK, of which messages carry a hash: if they differ,
  * cgx_carried_reduce (or cgx_carried_decode, with CGX_ONE_SHOT) returns CGX_MISMATCH on all ranks.
@@ -542,7 +549,7 @@ CGX_API cgx_status_t cgx_carried_plan(const cgx_carried_t* carried, int32_t* alg
  * @param carried The arguments. The call's output may be NULL.
  * @param[out] messages The messages, contiguous.
  * @param bytes Size of the buffer; at least that of the messages. Unused bytes become 0.
- * @return CGX_OK, CGX_INVALID_ARGUMENT, or CGX_UNSUPPORTED. */
+ * @return CGX_OK, CGX_INVALID_ARGUMENT, CGX_UNSUPPORTED, or CGX_SYSTEM if CUDA fails. */
 CGX_API cgx_status_t cgx_carried_encode(const cgx_carried_t* carried, void* messages,
                                         int64_t bytes);
 
@@ -550,10 +557,12 @@ CGX_API cgx_status_t cgx_carried_encode(const cgx_carried_t* carried, void* mess
  *
  * @param carried The arguments. The call's input must be unchanged; its output may be NULL.
  * @param arrived The messages from the other ranks.
- * @param arrived_bytes Their total size, as planned.
+ * @param arrived_bytes Size of the buffer: the planned bytes of these messages (on GPUs, of all
+ *     ranks).
  * @param[out] message The message to all ranks.
  * @param message_bytes Size of the buffer; at least that of the message. Unused bytes become 0.
- * @return CGX_OK, CGX_INVALID_ARGUMENT, CGX_UNSUPPORTED, or CGX_MISMATCH. */
+ * @return CGX_OK, CGX_INVALID_ARGUMENT, CGX_UNSUPPORTED, CGX_MISMATCH, or CGX_SYSTEM if CUDA fails.
+ */
 CGX_API cgx_status_t cgx_carried_reduce(const cgx_carried_t* carried, const void* arrived,
                                         int64_t arrived_bytes, void* message,
                                         int64_t message_bytes);
@@ -563,7 +572,7 @@ CGX_API cgx_status_t cgx_carried_reduce(const cgx_carried_t* carried, const void
  * @param carried The arguments. The call's input may be NULL, except for one rank alone.
  * @param gathered The messages of all ranks, at equal distances.
  * @param bytes Their total size: `size` times the distance.
- * @return CGX_OK, CGX_INVALID_ARGUMENT, CGX_UNSUPPORTED, or CGX_MISMATCH. */
+ * @return As cgx_carried_reduce. */
 CGX_API cgx_status_t cgx_carried_decode(const cgx_carried_t* carried, const void* gathered,
                                         int64_t bytes);
 
