@@ -14,6 +14,7 @@
 
 #include "coalesced.h"
 #include "core.h"
+#include "cuda.h"
 #include "kernels.h"
 #include "status.h"
 
@@ -26,6 +27,7 @@ namespace {
 struct Place {
   int64_t rank, size;
   int64_t noise_rank = 0;
+  void* stream = nullptr;  // where a CUDA call is enqueued
 };
 
 // Message sizes of a call, in bytes.
@@ -36,9 +38,11 @@ struct Lengths {
 };
 
 template <typename Use>
-void with_carried(at::IntArrayRef numels, at::ScalarType dtype, const Addresses& at,
+void with_carried(at::IntArrayRef numels, const at::Tensor& like, const Addresses& at,
                   const OwnSeed& seed, const Options& options, const Place& place, Use&& use) {
-  CallBuilder call = make_call(numels, dtype, at, seed, options);
+  CallBuilder call = make_call(numels, like.scalar_type(), at, seed, options);
+  call.fields.device = like.is_cuda() ? CGX_CUDA : CGX_CPU;
+  call.fields.stream = place.stream;
   call.noise_rank = static_cast<int32_t>(place.noise_rank);
   auto carried = make<cgx_carried_t>();
   carried.rank = static_cast<int32_t>(place.rank);
@@ -55,7 +59,7 @@ Lengths lengths_of(at::TensorList xs, const Options& options, int64_t rank, int6
   std::vector<int64_t> scatter(size), gather(size);
   int32_t algorithm = 0;
   // Sizes do not depend on the seed.
-  with_carried(numels_of(xs), xs[0].scalar_type(), {}, OwnSeed{}, options, {rank, size},
+  with_carried(numels_of(xs), xs[0], {}, OwnSeed{}, options, {rank, size},
                [&](const cgx_carried_t* carried) {
                  check(cgx_carried_plan(carried, &algorithm, scatter.data(), gather.data()));
                });
@@ -64,7 +68,8 @@ Lengths lengths_of(at::TensorList xs, const Options& options, int64_t rank, int6
                   .to = std::move(scatter),
                   .reduced = *std::max_element(gather.begin(), gather.end())};
   lengths.from.assign(size, lengths.to[rank]);
-  lengths.from[rank] = lengths.to[rank] = 0;
+  // The core wants room for a GPU's message to itself, so the all-to-all has one, too.
+  if (!xs[0].is_cuda()) lengths.from[rank] = lengths.to[rank] = 0;
   lengths.encoded = lengths.one_shot ? lengths.reduced : sum(lengths.to);
   return lengths;
 }
@@ -93,16 +98,18 @@ at::TensorOptions bytes_like(at::TensorList xs) { return xs[0].options().dtype(a
 // updated residuals.
 template <typename Make>
 std::vector<at::Tensor> make_message(at::TensorList xs, at::TensorList residuals, int64_t bytes,
-                                     const Seed& seed, std::string_view call, const Place& place,
+                                     const Seed& seed, std::string_view call, Place place,
                                      Make&& make) {
   const Options options = checked_options(xs, residuals, seed, call);
+  const CurrentStream stream(xs[0].device());
+  place.stream = stream.handle;
   const at::Tensor flat = flat_of(xs), message = at::empty({bytes}, bytes_like(xs));
   const at::Tensor kept = residuals.empty() ? at::Tensor() : pack(residuals);
   void* const residual = kept.defined() ? kept.mutable_data_ptr() : nullptr;
-  with_carried(
-      numels_of(xs), flat.scalar_type(), {.input = flat.const_data_ptr(), .residual = residual},
-      seed_of(seed, options), options, place,
-      [&](const cgx_carried_t* carried) { check(make(carried, message.mutable_data_ptr())); });
+  with_carried(numels_of(xs), flat, {.input = flat.const_data_ptr(), .residual = residual},
+               seed_of(seed, options), options, place, [&](const cgx_carried_t* carried) {
+                 check(make(carried, message.mutable_data_ptr()));
+               });
   std::vector<at::Tensor> results = empty_like(residuals);
   if (kept.defined()) unpack(kept, results);
   results.insert(results.begin(), message);
@@ -149,9 +156,9 @@ at::Tensor wait(const at::Tensor& x) { return functional("_c10d_functional::wait
 
 std::vector<at::Tensor> all_reduce_carried(at::TensorList xs, at::TensorList residuals,
                                            const Seed& seed, const Options& o) {
-  static const auto encode = find_operator<decltype(carried_encode_cpu)>("cgx::carried_encode");
-  static const auto reduce = find_operator<decltype(carried_reduce_cpu)>("cgx::carried_reduce");
-  static const auto decode = find_operator<decltype(carried_decode_cpu)>("cgx::carried_decode");
+  static const auto encode = find_operator<decltype(carried_encode_kernel)>("cgx::carried_encode");
+  static const auto reduce = find_operator<decltype(carried_reduce_kernel)>("cgx::carried_reduce");
+  static const auto decode = find_operator<decltype(carried_decode_kernel)>("cgx::carried_decode");
   if (xs.empty()) return {};
 
   const std::string group_name = o.group_name.empty() ? kDefaultGroup : o.group_name;
@@ -190,19 +197,20 @@ std::vector<at::Tensor> all_reduce_carried(at::TensorList xs, at::TensorList res
 
 // ---- kernels -------------------------------------------------------------------------------
 
-std::vector<at::Tensor> carried_encode_cpu(at::TensorList xs, at::TensorList residuals,
-                                           int64_t bytes, const Seed& seed, std::string_view call,
-                                           int64_t rank, int64_t size, int64_t noise_rank) {
+std::vector<at::Tensor> carried_encode_kernel(at::TensorList xs, at::TensorList residuals,
+                                              int64_t bytes, const Seed& seed,
+                                              std::string_view call, int64_t rank, int64_t size,
+                                              int64_t noise_rank) {
   return make_message(xs, residuals, bytes, seed, call, {rank, size, noise_rank},
                       [&](const cgx_carried_t* carried, void* message) {
                         return cgx_carried_encode(carried, message, bytes);
                       });
 }
 
-std::vector<at::Tensor> carried_reduce_cpu(at::TensorList xs, at::TensorList residuals,
-                                           const at::Tensor& arrived, int64_t bytes,
-                                           const Seed& seed, std::string_view call, int64_t rank,
-                                           int64_t size, int64_t noise_rank) {
+std::vector<at::Tensor> carried_reduce_kernel(at::TensorList xs, at::TensorList residuals,
+                                              const at::Tensor& arrived, int64_t bytes,
+                                              const Seed& seed, std::string_view call, int64_t rank,
+                                              int64_t size, int64_t noise_rank) {
   const at::Tensor from = as_bytes(arrived);
   return make_message(xs, residuals, bytes, seed, call, {rank, size, noise_rank},
                       [&](const cgx_carried_t* carried, void* message) {
@@ -211,10 +219,12 @@ std::vector<at::Tensor> carried_reduce_cpu(at::TensorList xs, at::TensorList res
                       });
 }
 
-std::vector<at::Tensor> carried_decode_cpu(at::TensorList like, const at::Tensor& gathered,
-                                           const Seed& seed, std::string_view call, int64_t rank,
-                                           int64_t size, int64_t /*noise_rank*/) {
+std::vector<at::Tensor> carried_decode_kernel(at::TensorList like, const at::Tensor& gathered,
+                                              const Seed& seed, std::string_view call, int64_t rank,
+                                              int64_t size, int64_t /*noise_rank*/) {
   const Options options = checked_options(like, {}, seed, call);
+  const CurrentStream stream(like[0].device());
+  const Place place{.rank = rank, .size = size, .stream = stream.handle};
   const std::vector<int64_t> numels = numels_of(like);
   const at::Tensor from = as_bytes(gathered);
   std::vector<at::Tensor> results = empty_like(like);
@@ -222,8 +232,8 @@ std::vector<at::Tensor> carried_decode_cpu(at::TensorList like, const at::Tensor
       results.size() == 1 ? results[0].view({-1}) : at::empty({sum(numels)}, like[0].options());
   const at::Tensor values = size == 1 ? flat_of(like) : at::Tensor();
   const void* const input = values.defined() ? values.const_data_ptr() : nullptr;
-  with_carried(numels, flat.scalar_type(), {.input = input, .output = flat.mutable_data_ptr()},
-               seed_of(seed, options), options, {rank, size}, [&](const cgx_carried_t* carried) {
+  with_carried(numels, flat, {.input = input, .output = flat.mutable_data_ptr()},
+               seed_of(seed, options), options, place, [&](const cgx_carried_t* carried) {
                  check(cgx_carried_decode(carried, from.const_data_ptr(), from.numel()));
                });
   if (results.size() > 1) unpack(flat, results);

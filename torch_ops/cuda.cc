@@ -12,6 +12,7 @@
 #include <exception>
 #include <map>
 #include <mutex>
+#include <optional>
 #include <thread>
 #include <utility>
 
@@ -191,6 +192,11 @@ c10::intrusive_ptr<c10d::Work> start_cuda(const cgx_collective_t& collective, Bu
   }
   work->put(collective);
   return work;
+}
+
+CurrentStream::CurrentStream(at::Device device)
+    : guard(device.is_cuda() ? std::optional(device) : std::nullopt) {
+  if (device.is_cuda()) handle = cuda().getStream(device).native_handle();
 }
 
 bool capturing(at::Device device) {

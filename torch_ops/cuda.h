@@ -5,12 +5,14 @@
 //   enqueue()       on the current stream, as any kernel
 //   start_cuda()    on a stream of the communicator, concurrent with the current one. Returns a
 //                   Work, whose wait() blocks the then-current stream, not the host
+//   CurrentStream   the current stream, for calls that the caller enqueues itself
 //   capturing()     whether the current stream is being captured into a CUDA graph
 //
 // Failures on the device are reported late: outputs become NaN, and wait() or the next call throws.
 #pragma once
 
 #include <c10/core/Device.h>
+#include <c10/core/DeviceGuard.h>
 
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
@@ -27,6 +29,13 @@ void enqueue(const cgx_collective_t& collective, at::Device device);
 // current stream.
 c10::intrusive_ptr<c10d::Work> start_cuda(const cgx_collective_t& collective, Buffers buffers,
                                           c10d::OpType type, bool asynchronous);
+
+// Makes a CUDA device current while it exists. Does nothing on the CPU, where there is no stream.
+struct CurrentStream {
+  explicit CurrentStream(at::Device device);
+  const c10::OptionalDeviceGuard guard;
+  void* handle = nullptr;
+};
 
 bool capturing(at::Device device);
 

@@ -121,15 +121,15 @@ static void impl_collectives(torch::Library& m) {
   m.impl("quantized_all_gather_into_tensor", all_gather_kernel);
   m.impl("quantized_all_gather_into_tensor_start", start_all_gather_kernel);
   m.impl("quantized_all_gather_into_tensor_start.borrow", borrow_all_gather_kernel);
+  m.impl("carried_encode", carried_encode_kernel);
+  m.impl("carried_reduce", carried_reduce_kernel);
+  m.impl("carried_decode", carried_decode_kernel);
 }
 
 TORCH_LIBRARY_IMPL(cgx, CPU, m) {
   impl_collectives(m);
   m.impl("draw_seed", draw_seed_cpu);
   m.impl("draw_places", draw_places_cpu);
-  m.impl("carried_encode", carried_encode_cpu);
-  m.impl("carried_reduce", carried_reduce_cpu);
-  m.impl("carried_decode", carried_decode_cpu);
 }
 
 TORCH_LIBRARY_IMPL(cgx, CUDA, m) {

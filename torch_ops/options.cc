@@ -213,13 +213,6 @@ void Options::check(const at::Tensor& x) const {
                                          config.algorithm == CGX_RING ? "ring" : "hierarchical",
                                          "'; use auto, sra or one_shot"));
   }
-  if (carried() && x.is_cuda()) {
-    C10_THROW_ERROR(
-        TypeError,
-        c10::str(
-            caller, ": the tensor is on ", x.device(),
-            ", and carrier 'c10d' supports CPU tensors only: use carrier='native', or x.cpu()"));
-  }
   if (!is_linear(reduction) && config.bits != 32) {
     C10_THROW_ERROR(ValueError, c10::str(caller, ": op '", op, "' with ", config.bits,
                                          " bits; only sum and avg can be quantized: use bits=32"));

@@ -20,7 +20,6 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from cgx_ops import Communicator, Config, _torch_ops
 from cgx_ops.errors import InvalidArgument, Unsupported
-from cgx_ops.torch import ddp
 from cgx_ops.torch.ddp import bucket as ddp_bucket
 from cgx_ops.torch.graph import rewrite, work
 
@@ -32,6 +31,7 @@ REDUCTIONS = [
     "quantized_all_reduce_coalesced",
     "quantized_all_reduce_coalesced_start",
 ]
+STEPS = ["carried_encode", "carried_reduce", "carried_decode"]
 
 # ---- With a GPU ----------------------------------------------------------------------------------
 
@@ -71,8 +71,7 @@ def test_which_operators_have_kernels() -> None:
     def has_kernel(name: str) -> bool:
         return torch._C._dispatch_has_kernel_for_dispatch_key(f"cgx::{name}", "CUDA")
 
-    assert all(map(has_kernel, [*REDUCTIONS, "draw_seed"]))
-    assert not any(map(has_kernel, ["carried_encode", "carried_reduce", "carried_decode"]))
+    assert all(map(has_kernel, [*REDUCTIONS, *STEPS, "draw_seed"]))
 
 
 def test_operators_are_allowed_in_cuda_graphs() -> None:
@@ -103,11 +102,6 @@ def test_cpu_tensors_stay_on_the_cpu(fake: Callable[..., torch.Tensor]) -> None:
 @pytest.mark.parametrize(
     ("call", "error", "words"),
     [
-        (
-            lambda make: tc.allreduce(make(9), carrier="c10d"),
-            TypeError,
-            r"CPU tensors only: use carrier='nat",
-        ),
         (lambda make: tc.allreduce(make(9), 9), ValueError, "bits is 9"),
         (lambda make: tc.allreduce(make(9, dtype=torch.float64)), TypeError, "Double"),
         (
@@ -232,28 +226,17 @@ def test_start_without_cuda_in_the_build(
 def test_hook_error_without_cuda_in_the_build(
     fake: Callable[..., torch.Tensor], built: bool
 ) -> None:
-    native, carried = (
-        ddp.QuantizedAllreduceState(config=Config(), carrier=carrier)
-        for carrier in ("native", "c10d")
-    )
-    problem = ddp_bucket.unsupported(native, fake(600), [])
+    problem = ddp_bucket.unsupported(fake(600), [])
     assert problem == "" if built else "build cgx_ops with CUDA" in problem
-    assert ddp_bucket.unsupported(native, fake(600, device="cpu"), []) == ""
-    problem = ddp_bucket.unsupported(carried, fake(600), [])
-    assert ("use carrier 'native'" if built else "build cgx_ops with CUDA") in problem
+    assert ddp_bucket.unsupported(fake(600, device="cpu"), []) == ""
 
 
 def test_rewritten_tensors(
     fake: Callable[..., torch.Tensor], comm: Communicator, built: bool
 ) -> None:
     choice = rewrite.Choice(None, (torch.float32,), 0)
-    refusal = choice.refusal([fake(600)], "sum", comm.name)
-    assert (
-        refusal is None
-        if built
-        else refusal == ("tensors on cuda, which this build of cgx_ops does not support")
-    )
-    words = "tensors on cuda, which a group of another backend than 'cgx' does not support"
-    assert choice.refusal([fake(600)], "sum", "some group") == words
+    words = "tensors on cuda, which this build of cgx_ops does not support"
+    for group in (comm.name, "some group"):
+        assert choice.refusal([fake(600)], "sum", group) == (None if built else words)
     several = [fake(600), fake(600, device="cuda:1")]
     assert choice.refusal(several, "sum", comm.name) == "tensors on several devices in one call"

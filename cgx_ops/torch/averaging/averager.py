@@ -150,7 +150,7 @@ class QuantizedModelAverager(ModelAverager):
         if not known:
             self.last = Average(self.exchange.mean(names, now, exact=True))
         else:
-            with self.exchange.or_refuse(_CALLER):
+            with self.exchange.or_refuse(parameters[0].device, _CALLER):
                 if [x.shape for x in known] != [p.shape for p in parameters]:
                     raise InvalidArgument(
                         f"{_CALLER}: the last average has {len(known)} parameters, but "

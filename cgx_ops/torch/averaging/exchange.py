@@ -142,7 +142,7 @@ class Exchange(AveragingState):
         step, self.steps = self.steps, self.steps + 1
         if not tensors:
             return Flight([])
-        with self.or_refuse(self.caller):
+        with self.or_refuse(tensors[0].device, self.caller):
             return self._start(names, tensors, step, exact=exact, of_senders=of_senders)
 
     def _start(

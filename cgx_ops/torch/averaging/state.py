@@ -24,6 +24,8 @@ from cgx_ops.torch.averaging.residuals import Residuals
 from cgx_ops.torch.averaging.sent import Sent
 from cgx_ops.torch.backend.groups import communicator_of
 from cgx_ops.torch.graph.carried import Carrier
+from cgx_ops.torch.graph.carried_on_cpu import CpuCarrier
+from cgx_ops.torch.graph.carried_on_cuda import CudaCarrier
 from cgx_ops.torch.graph.work import Residuals as ResidualsOfSegments
 from cgx_ops.torch.graph.work import future_of, reason_of, refuse, start
 
@@ -81,7 +83,7 @@ class AveragingState:
         """Reset the attributes that belong to this process."""
         self._group: weakref.ref[dist.ProcessGroup] | None = None
         self._communicator: Communicator | None = None
-        self._carrier: Carrier | None = None
+        self._carriers: dict[torch.device, Carrier] = {}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint, as copies. Each rank saves its own.
@@ -212,16 +214,20 @@ class AveragingState:
             self._communicator = communicator_of(group)
         return self._communicator
 
-    def carry(self) -> Carrier:
-        """Return the carrier over torch's collectives. Collective in the first call.
+    def carry(self, device: torch.device) -> Carrier:
+        """Return the carrier over torch's collectives. Collective in the first call for a device.
+
+        Args:
+            device: of the tensors.
 
         Returns:
             The carrier.
         """
         group = self.group
-        if self._carrier is None:
-            self._carrier = Carrier(group)
-        return self._carrier
+        if device not in self._carriers:
+            on_cuda = device.type == "cuda"
+            self._carriers[device] = CudaCarrier(group, device) if on_cuda else CpuCarrier(group)
+        return self._carriers[device]
 
     def residuals_of(
         self,
@@ -281,16 +287,19 @@ class AveragingState:
         return [call_seed(self.seed, name, step, group) for name in names]
 
     @contextlib.contextmanager
-    def or_refuse(self, *names: str) -> Iterator[None]:
+    def or_refuse(self, device: torch.device, *names: str) -> Iterator[None]:
         """Refuse this rank's next messages of average() if the block that prepares them fails.
 
         The other ranks, which start these messages, then get the reason in their futures. This
         includes arguments that are invalid on one rank only.
 
+        Over the carrier "c10d" on GPUs, they get the reason after the group's timeout.
+
         Args:
+            device: of the messages.
             *names: names of the messages.
         """
-        by = self.carry() if self.carrier == "c10d" else self.communicator()
+        by = self.carry(device) if self.carrier == "c10d" else self.communicator()
         try:
             yield
         except Exception as error:
@@ -335,7 +344,7 @@ class AveragingState:
             future holds the error.
         """
         if self.carrier == "c10d":
-            carrier = self.carry()
+            carrier = self.carry(buffer.device)
             carried = Sent(carrier, 0, followers)
             return carrier.start(
                 buffer, config, op="avg", segments=segments, seed=seed, residuals=residuals,

@@ -103,7 +103,7 @@ def inspect_bucket(hook: str, state: HookState, bucket: GradBucket) -> BucketInf
     step = state.steps
     if bucket.is_last():
         state.steps += 1
-    problem = unsupported(state, buffer, parameters)
+    problem = unsupported(buffer, parameters)
     gradients = [] if problem else bucket.gradients()
     return BucketInfo(
         [Layer(names.get(id(p), ""), p.dim(), p.numel()) for p in parameters],
@@ -150,14 +150,12 @@ def refuse(hook: str, info: BucketInfo, remedy: str = "") -> None:
         raise TypeError(f"{hook}: the gradients of {listed} are {info.problem}{remedy}")
 
 
-def unsupported(state: HookState, buffer: torch.Tensor, parameters: Sequence[torch.Tensor]) -> str:
+def unsupported(buffer: torch.Tensor, parameters: Sequence[torch.Tensor]) -> str:
     """Return why the core cannot average a bucket, and the remedy; "" if it can."""
     if buffer.layout != torch.strided:
         return f"{buffer.layout}; make the layer with sparse=False"
     if buffer.device.type not in devices():
         return f"on {buffer.device}; rebuild cgx_ops with CUDA (nvcc on PATH or in CUDA_HOME)"
-    if state.carrier == "c10d" and buffer.device.type != "cpu":
-        return f"on {buffer.device}; carrier 'c10d' supports the CPU only: use carrier 'native'"
     # Buckets of complex parameters are real, with twice as many elements.
     for dtype in (buffer.dtype, *(p.dtype for p in parameters if p.is_complex())):
         if dtype not in DTYPES:

@@ -250,10 +250,11 @@ def planned_allreduce_hook(
     """
     require_state(_HOOK, state, PlannedAllreduceState)
     info = inspect_bucket(_HOOK, state, bucket)
-    info.raise_refusal(state.or_refuse("ddp"))
+    device = bucket.buffer().device
+    info.raise_refusal(state.or_refuse(device, "ddp"))
     refuse(_HOOK, info, ", or use quantized_allreduce_hook with unsupported='exact'")
     joining = state.joining(bucket, info)
-    with state.or_refuse("ddp"):
+    with state.or_refuse(device, "ddp"):
         layout = layout_of(_HOOK, state, bucket, info)
     future = joining.add(state, bucket, layout)
     if joining.completes(info, last=bucket.is_last()):

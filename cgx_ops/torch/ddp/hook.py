@@ -246,7 +246,8 @@ def quantized_allreduce_hook(
         decide_bits(hook, state, bucket)
         state.auto_bits = False
     info = inspect_bucket(hook, state, bucket)
-    info.raise_refusal(state.or_refuse("ddp"))
+    device = bucket.buffer().device
+    info.raise_refusal(state.or_refuse(device, "ddp"))
     if info.problem and state.unsupported == "exact":
         with process_group.uncompressed():
             return default_hooks.allreduce_hook(state.group, bucket)
@@ -260,7 +261,7 @@ def quantized_allreduce_hook(
             residuals=layout.residuals, then=lambda _: layout.then(),
         )  # fmt: skip
 
-    return state.prepared("ddp", begin)
+    return state.prepared(device, "ddp", begin)
 
 
 # ---- 3. hooks in bfloat16 ------------------------------------------------------------------------

@@ -104,11 +104,15 @@ class HookState(AveragingState):
             self.loaded = ""
 
     def prepared(
-        self, name: str, begin: Callable[[], torch.futures.Future[torch.Tensor]]
+        self,
+        device: torch.device,
+        name: str,
+        begin: Callable[[], torch.futures.Future[torch.Tensor]],
     ) -> torch.futures.Future[torch.Tensor]:
         """Call a function that prepares and starts a message; turn its error into a failed future.
 
         Args:
+            device: of the message.
             name: name of the message. The other ranks' futures then hold the reason, too.
             begin: the function. An InvalidArgument that it raises is not put into a future.
 
@@ -119,7 +123,7 @@ class HookState(AveragingState):
             InvalidArgument: `begin` raised it.
         """
         try:
-            with self.or_refuse(name):
+            with self.or_refuse(device, name):
                 return begin()
         except InvalidArgument:
             raise

@@ -4,14 +4,15 @@ For averages with state: layers have separate settings, seeds and residuals, and
 place, in the background, in the order of their start. The operators with carrier="c10d"
 (torch_ops/carried.cc) are for graphs, with one Config for all tensors, which are copied. Both use
 the same functions of the core.
+
+Carrier has the steps. CPU tensors use carried_on_cpu.py, CUDA tensors carried_on_cuda.py.
 """
 
+import abc
 import contextlib
 import ctypes
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from ctypes import byref, c_int32, c_int64, c_void_p
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,29 +27,28 @@ from cgx_ops.torch.graph.work import DTYPES, Residuals, reason_of, set_residuals
 _FAILURE = "failure"  # key in the store: the first rank that failed, and the reason
 
 
-class Carrier:
-    """Allreduces of CPU tensors over a group's ranks, executed in order on a separate thread.
+class Carrier(abc.ABC):
+    """Allreduces over a group's ranks, in the order of their start.
 
-    The thread has its own gloo group, so that its collectives cannot mix with the caller's. Every
-    rank of `group` creates the same number of Carriers over it.
+    Every rank of `group` creates the same number of Carriers of each class over it.
 
-    A rank that fails disconnects, because the order would no longer be the same on all ranks. The
-    other ranks then fail immediately with the reason, which is in the store.
+    After a failure a rank sends nothing more, because the order would no longer be the same on all
+    ranks. It writes the reason to the store, where the other ranks find it when they fail.
     """
+
+    name: str  # of the class, in the store
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         rank, size = group.rank(), group.size()
         store = parallel.PrefixStore(
-            f"cgx_ops/carrier/{group.group_name}", parallel.default_store()
+            f"cgx_ops/{self.name}/{group.group_name}", parallel.default_store()
         )
         # Separate keys for each Carrier, because a store may outlive its groups.
-        store = parallel.PrefixStore(str(store.add(f"made/{rank}", 1)), store)
-        timeout = parallel.group_timeout(group) or dist.default_pg_timeout
+        self._store = parallel.PrefixStore(str(store.add(f"made/{rank}", 1)), store)
         self._rank, self._size, self._noise_rank = rank, size, dist.get_rank()
-        self._store, self._failure = store, ""
-        self._gloo: Any = dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="cgx-carrier")
+        self._failure = ""
 
+    @abc.abstractmethod
     def start(
         self,
         buffer: torch.Tensor,
@@ -70,46 +70,22 @@ class Carrier:
             segments: of the buffer.
             seed: of each segment.
             residuals: of each segment, or None.
-            then: called on the thread before the future completes; it may call reduce().
+            then: called before the future completes; it may call reduce().
             result: the value of the future; None: the buffer.
         """
-        # Completed with an error or None. DistributedDataParallel treats an exception of a callback
-        # as an error, but the value of set_exception() as a gradient.
-        ended: torch.futures.Future[Any] = torch.futures.Future()
 
-        def run() -> None:
-            try:
-                self.reduce(
-                    buffer, config, op=op, segments=segments, seed=seed, residuals=residuals
-                )
-                then()
-            except Exception as error:
-                ended.set_result(error)
-            else:
-                ended.set_result(None)
-
-        def reduced(future: torch.futures.Future[Any]) -> torch.Tensor:
-            error = future.value()
-            if error is not None:
-                raise error
-            return buffer if result is None else result
-
-        self._thread.submit(run)
-        return ended.then(reduced)
-
+    @abc.abstractmethod
     def refuse(self, error: Exception) -> None:
         """Disconnect after the started calls, because this rank cannot start the next one."""
-        self._thread.submit(self.disconnect, error)
 
     def disconnect(self, error: Exception) -> None:
-        """Fail the collectives of the other ranks. Called on the thread only."""
+        """Send nothing more, and store the reason for the other ranks."""
         if self._failure:
             return
         self._failure = f"rank {self._rank} failed first: {reason_of(error)}"
         with contextlib.suppress(RuntimeError):  # the store is gone if its process has ended
             first = self._store.compare_set(_FAILURE, "", self._failure)
             self._failure = first.decode(errors="replace")
-        self._gloo = None
 
     def reduce(
         self,
@@ -121,7 +97,7 @@ class Carrier:
         seed: Sequence[int],
         residuals: Residuals | None = None,
     ) -> None:
-        """Reduce `buffer` in place and wait. Called on the thread only, in start()'s `then`.
+        """Reduce `buffer` in place and wait. Called by start(), and in its `then`.
 
         Raises:
             CgxError: the arguments are invalid.
@@ -151,13 +127,17 @@ class Carrier:
         collective = call.collective(0, DTYPES[buffer.dtype], address, address, buffer.numel())
         collective.noise_rank = ctypes.pointer(c_int32(self._noise_rank))
         set_residuals(collective, call, buffer, residuals)
+        self._place(collective)
         carried = structs.Carried(rank=rank, size=size, call=ctypes.pointer(collective))
         algorithm, scatter, gather = c_int32(), (c_int64 * size)(), (c_int64 * size)()
         library.call("cgx_carried_plan", byref(carried), byref(algorithm), scatter, gather)
         stride = max(gather)
 
+        def made(numel: int) -> torch.Tensor:
+            return torch.empty(numel, dtype=torch.uint8, device=buffer.device)
+
         def step(function: str, numel: int, *inputs: torch.Tensor) -> torch.Tensor:
-            message = _bytes(numel)
+            message = made(numel)
             library.call(function, byref(carried), *_buffers(*inputs, message))
             return message
 
@@ -167,19 +147,34 @@ class Carrier:
         if algorithm.value == tables.ALGORITHMS["one_shot"]:
             message = step("cgx_carried_encode", stride)
         else:
-            to = [0 if peer == rank else count for peer, count in enumerate(scatter)]
-            came = [0 if peer == rank else scatter[rank] for peer in range(size)]
+            to, came = list(scatter), [scatter[rank]] * size
+            if not self.sends_to_itself:
+                to[rank] = came[rank] = 0
             messages = step("cgx_carried_encode", sum(to))
-            arrived = _bytes(sum(came))
-            self._gloo.alltoall_base(arrived, messages, came, to).wait()
+            arrived = made(sum(came))
+            self._all_to_all(arrived, messages, came, to)
             message = step("cgx_carried_reduce", stride, arrived)
-        gathered = _bytes(stride * size)
-        self._gloo._allgather_base(gathered, message).wait()
+        gathered = made(stride * size)
+        self._all_gather(gathered, message)
         library.call("cgx_carried_decode", byref(carried), *_buffers(gathered))
 
+    # What depends on the device:
 
-def _bytes(number: int) -> torch.Tensor:
-    return torch.empty(number, dtype=torch.uint8, device="cpu")
+    sends_to_itself: bool  # whether messages have room for one of this rank to itself (cgx.h)
+
+    @abc.abstractmethod
+    def _place(self, collective: structs.Collective) -> None:
+        """Set the device and the stream of a call."""
+
+    @abc.abstractmethod
+    def _all_to_all(
+        self, output: torch.Tensor, given: torch.Tensor, came: list[int], to: list[int]
+    ) -> None:
+        """Exchange messages of these sizes."""
+
+    @abc.abstractmethod
+    def _all_gather(self, output: torch.Tensor, given: torch.Tensor) -> None:
+        """Exchange messages of one size."""
 
 
 def _buffers(*messages: torch.Tensor) -> Iterator[c_void_p | int]:

@@ -78,10 +78,8 @@ class Choice:
         places = {value.device for value in values}
         if len(places) > 1:
             return "tensors on several devices in one call"
-        native = has_communicator(group)
-        for device in {place.type for place in places} - set(devices() if native else ("cpu",)):
-            how = "this build of cgx_ops" if native else "a group of another backend than 'cgx'"
-            return f"tensors on {device}, which {how} does not support"
+        for device in {place.type for place in places} - set(devices()):
+            return f"tensors on {device}, which this build of cgx_ops does not support"
         numels = [value.numel() for value in values]
         if not all(isinstance(numel, int) for numel in numels):
             return "a dynamic size; compile with dynamic=False"

@@ -157,7 +157,7 @@ class ExchangingOptimizer(Optimizer):
             return
         self._consolidated = False
         known = [(group, p) for group in self.param_groups for p in group["params"]]
-        with self.exchange.or_refuse(self._caller):
+        with self.exchange.or_refuse(known[0][1].device, self._caller):
             params = [
                 ParamUpdate(str(i), group, self.state[p], p, self._gradient_of(i, p, scaling))
                 for i, (group, p) in enumerate(known)

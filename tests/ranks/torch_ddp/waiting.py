@@ -72,7 +72,7 @@ def missing_peer() -> None:
     # Torch's collectives have the deadline of the given group, with the state's own carrier too.
     group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=2))
     model, state = hooked(network(), process_group=group, carrier="c10d")
-    state.carry()
+    state.carry(torch.device("cpu"))
     loss = model(images(RANK), spare=True).square().sum()
     if RANK == 0:
         begun = time.monotonic()

@@ -267,7 +267,7 @@ class _Exchange:
         flat = [self.name] if self.sparse and self.hosts is None else []
         exact = [self.name_of_exact] if self.exact else []
         with contextlib.ExitStack() as stack:
-            stack.enter_context(self.state.or_refuse(*exact, *flat))
+            stack.enter_context(self.state.or_refuse(self.buffer.device, *exact, *flat))
             if self.sparse and self.hosts is not None:
                 stack.enter_context(self.hosts.or_refuse(self.name))
             yield

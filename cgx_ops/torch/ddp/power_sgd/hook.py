@@ -134,16 +134,18 @@ def _hook(
     require_state(hook, state, PowerSGDState)
     info = inspect_bucket(hook, state, bucket)
     name = f"power_sgd/{bucket.index()}"
-    info.raise_refusal(state.or_refuse(name))
-    refuse(hook, info)
     buffer = bucket.buffer()
+    info.raise_refusal(state.or_refuse(buffer.device, name))
+    refuse(hook, info)
     if info.config is None or info.step < state.start_powerSGD_iter:
         whole = [Segment(0, buffer.numel(), Config(bits=EXACT_BITS))]
         return state.average(buffer, state.config, segments=whole, seed=[0], name=name)
     require_names(hook, info)
     if state.use_error_feedback:
         state.residuals.claim(*state.place)
-    return state.prepared(name, lambda: _Exchange(hook, state, bucket, info, batched).start())
+    return state.prepared(
+        buffer.device, name, lambda: _Exchange(hook, state, bucket, info, batched).start()
+    )
 
 
 # ---- 2. two exchanges ----------------------------------------------------------------------------
