@@ -17,6 +17,7 @@ from support.rank_checks import Launch, RankCheck, listed, rank_checks
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from cgx_ops import Communicator, Config, _torch_ops
 from cgx_ops.errors import InvalidArgument, Unsupported
@@ -52,6 +53,8 @@ def on(n: int, wire: str, *names: str, timeout: float = 300) -> Launch:
     on(2, "MPI", "recording_refused"),
     on(2, "SHM", "compiled", "compiled_and_recorded", timeout=600),
     *(on(3, wire, "late_rank", "mismatch") for wire in WIRES),
+    *(on(n, "SHM", "carried", "carried_on_streams", "carried_hook") for n in (2, 3)),
+    on(2, "SHM", "carried_and_compiled", timeout=600),
 )
 def test_on_a_gpu(check: RankCheck) -> None:
     check.passes()
@@ -163,6 +166,53 @@ def test_export_keeps_the_operator(fake: Callable[..., torch.Tensor]) -> None:
     assert "cgx.quantized_all_reduce_start.default" in targets(lowered.graph)
     results = [node for node in lowered.graph.nodes if node.op == "call_function"]
     assert all(node.meta["val"].device == CUDA for node in results)
+
+
+# ---- carrier="c10d" ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def three_ranks() -> Iterator[None]:
+    """Make a default group of three ranks, of which this is rank 1. It sends nothing."""
+    dist.init_process_group("fake", rank=1, world_size=3, store=FakeStore())
+    yield
+    dist.destroy_process_group()
+
+
+def carried_graph(x: torch.Tensor, **options: Any) -> dict[str, torch.fx.Node]:
+    """Return the calls of a carried allreduce of fake tensors, by the operator's name."""
+
+    def reduce(x: torch.Tensor) -> torch.Tensor:
+        return tc.allreduce(x, **tc.keywords(carrier="c10d", bits=4, bucket_size=64, **options))
+
+    nodes = make_fx(reduce)(x).graph.nodes
+    return {str(node.target).split(".")[1]: node for node in nodes if "." in str(node.target)}
+
+
+@pytest.mark.usefixtures("three_ranks")
+def test_steps_of_a_carried_allreduce(fake: Callable[..., torch.Tensor]) -> None:
+    """All steps are on the GPU. Only GPUs send a message to themselves (cgx.h, section 5)."""
+    graphs = [carried_graph(fake(5000, device=at), algorithm="sra") for at in (CUDA, "cpu")]
+    calls = [*STEPS[:2], "all_to_all_single", "all_gather_into_tensor", STEPS[2], "draw_seed"]
+    for graph, device in zip(graphs, (CUDA, torch.device("cpu")), strict=True):
+        for name in calls:
+            value = graph[name].meta["val"]
+            values = value if isinstance(value, list) else [value]
+            assert {each.device for each in values} == {device}, name
+    to, to_on_cpu = (list(graph["all_to_all_single"].args[2]) for graph in graphs)  # type: ignore
+    came, came_on_cpu = (list(graph["all_to_all_single"].args[1]) for graph in graphs)  # type: ignore
+    assert to[1] == came[1] == came[0] == came[2] > 0
+    to[1] = came[1] = 0
+    assert (to, came) == (to_on_cpu, came_on_cpu)
+
+
+@pytest.mark.usefixtures("three_ranks")
+@pytest.mark.parametrize("compressor", ["threshold", "randk"])
+def test_compressors_without_carried_steps(
+    fake: Callable[..., torch.Tensor], compressor: str
+) -> None:
+    with pytest.raises(TypeError, match=f"compressor='{compressor}' is not supported on GPUs"):
+        carried_graph(fake(5000), compressor=compressor, density=0.01)
 
 
 # ---- Builds with and without CUDA ----------------------------------------------------------------

@@ -409,6 +409,103 @@ def sharded(r: int, n: int) -> None:
         same(got, want, i)
 
 
+# ---- carrier="c10d" ------------------------------------------------------------------------------
+
+
+def carried(r: int, n: int) -> None:
+    """Compare operators whose messages gloo sends with those on the CPU."""
+    own: Any = {"carrier": "c10d", "group_name": dist.new_group(backend="gloo").group_name}
+    for size, bits, name in itertools.product(SIZES, (2, 4, 8, 32), DTYPES):
+        for algorithm in ("one_shot", "sra"):
+            x = tc.values(r, size, getattr(torch, name))
+            options: Any = {**own, "algorithm": algorithm, "op": "avg" if bits == 4 else "sum"}
+            as_on_the_cpu(lambda x, b=bits, o=options: allreduce(x, b, **o), x, (size, options))
+    codecs: list[dict[str, Any]] = [
+        {"compressor": "levels", "bits": 2},
+        {"compressor": "onebit"},
+        {"compressor": "sign"},
+        {"compressor": "topk", "density": 0.05},
+        {"gather_bits": 8, "skip_incomplete_buckets": True},
+    ]
+    for codec in codecs:
+        as_on_the_cpu(lambda x, o=codec: allreduce(x, **own, **o), tc.values(r, 5000), codec)
+
+    def on_list(flat: torch.Tensor) -> list[torch.Tensor]:
+        parts = list(flat.split([513, 0, 17, 1, 5000, 512, 8]))
+        return tc.coalesced(parts, 4, 64, "avg", **own)
+
+    def with_feedback(x: torch.Tensor) -> list[torch.Tensor]:
+        residual = torch.zeros_like(x)
+        for _ in range(2):
+            y, residual = tc.feedback(x, residual, 2, 64, "avg", **own)
+        return [y, residual]
+
+    def with_gradient(x: torch.Tensor) -> list[torch.Tensor]:
+        x = x.clone().requires_grad_()
+        y = allreduce(2 * x, **own)
+        y.backward(tc.values(r, 5000, call=1).to(x.device))
+        assert x.grad is not None
+        return [y.detach(), x.grad]
+
+    as_on_the_cpu(on_list, tc.values(r, 6051))
+    as_on_the_cpu(with_feedback, tc.values(r, 5000))
+    as_on_the_cpu(with_gradient, tc.values(r, 5000))
+    x = torch.ones(100, device="cuda")
+    for compressor in ("threshold", "randk"):
+        with pytest.raises(TypeError, match="is not supported on GPUs"):
+            allreduce(x, compressor=compressor, density=0.05, **own)
+    with pytest.raises(ValueError, match="tensors on cuda:0 and cpu"):
+        tc.feedback(x, torch.zeros(100), 2, 64, **own)
+
+
+def carried_on_streams(r: int, n: int) -> None:
+    """Check that the steps follow earlier work of the current stream, and precede later work."""
+    own: Any = {"carrier": "c10d", "group_name": dist.new_group(backend="gloo").group_name}
+    given = tc.values(r, NUMEL)
+    want = allreduce(2 * given, rounding="nearest", **own)
+    for stream in (torch.cuda.default_stream(), torch.cuda.Stream()):
+        with torch.cuda.stream(stream):
+            x = late(given) * 2
+            y = allreduce(x, rounding="nearest", **own)
+            x.fill_(torch.nan)
+            z = y + 0
+        stream.synchronize()
+        same(z, want, stream)
+
+
+def carried_hook(r: int, n: int) -> None:
+    """Compare gradients and residuals of the DDP hook with those on the CPU."""
+    group = dist.new_group(backend="gloo")
+    for config in (NEAREST, Config(bits=2, compressor="levels"), Config(bits=4)):
+        found: dict[str, list[torch.Tensor]] = {}
+        for device in ("cpu", "cuda"):
+            module = Scale().to(device)
+            model = DistributedDataParallel(module, process_group=group, init_sync=False)
+            state = ddp.QuantizedAllreduceState(group, config, carrier="c10d")
+            model.register_comm_hook(state, ddp.quantized_allreduce_hook)
+            found[device] = []
+            for call in range(3):
+                model.zero_grad()
+                train(model, r, device, call)
+                for parameter in (module.matrix, module.vector):
+                    assert parameter.grad is not None
+                    found[device].append(parameter.grad.clone())
+            kept = state.residuals.tensors
+            found[device] += [kept[name] for name in sorted(kept)]
+        for i, (got, want) in enumerate(zip(found["cuda"], found["cpu"], strict=True)):
+            same(got, want, (config, i))
+
+
+def carried_and_compiled(r: int, n: int) -> None:
+    own: Any = {"carrier": "c10d", "group_name": dist.new_group(backend="gloo").group_name}
+
+    def twice(x: torch.Tensor) -> torch.Tensor:
+        return 2 * allreduce(2 * x.relu(), rounding="nearest", algorithm="sra", **own)
+
+    function = torch.compile(twice, fullgraph=True)
+    as_on_the_cpu(lambda x: (function if x.is_cuda else twice)(x), tc.values(r, 5000))
+
+
 # ---- Ranks that fail -----------------------------------------------------------------------------
 
 
@@ -475,6 +572,10 @@ CHECKS: list[Callable[[int, int], None]] = [
     compressed_operations,
     data_parallel,
     sharded,
+    carried,
+    carried_on_streams,
+    carried_hook,
+    carried_and_compiled,
     late_rank,
     mismatch,
 ]

@@ -5,12 +5,25 @@ Every check compares with the oracle or with another run, bit for bit. The check
 
 import checks
 import torch.distributed as dist
-from torch_ddp import adaptive, backend, feedback, planned, steps, unused, waiting
+from torch_ddp import (
+    adaptive,
+    backend,
+    carried_on_cuda,
+    feedback,
+    planned,
+    steps,
+    unused,
+    waiting,
+)
 
 
 def main() -> None:
     dist.init_process_group("cgx")
-    checks.run(checks.of_modules(steps, backend, waiting, feedback, adaptive, planned, unused))
+    checks.run(
+        checks.of_modules(
+            steps, backend, waiting, feedback, adaptive, planned, unused, carried_on_cuda
+        )
+    )
     dist.destroy_process_group()
 
 

@@ -13,6 +13,7 @@ import contextlib
 import ctypes
 from collections.abc import Callable, Iterator, Sequence
 from ctypes import byref, c_int32, c_int64, c_void_p
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,8 @@ from cgx_ops._core.call import Call, Op
 from cgx_ops.errors import CgxError
 from cgx_ops.torch._compat import parallel
 from cgx_ops.torch.graph.work import DTYPES, Residuals, reason_of, set_residuals
+
+CPU, CUDA = 0, 1  # cgx_device_t
 
 _FAILURE = "failure"  # key in the store: the first rank that failed, and the reason
 
@@ -37,6 +40,9 @@ class Carrier(abc.ABC):
     """
 
     name: str  # of the class, in the store
+    device: int  # a cgx_device_t
+    _exchange: Any  # a backend or process group, whose collectives exchange the messages
+    _stream_handle: int | None = None  # of CUDA calls
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         rank, size = group.rank(), group.size()
@@ -127,7 +133,7 @@ class Carrier(abc.ABC):
         collective = call.collective(0, DTYPES[buffer.dtype], address, address, buffer.numel())
         collective.noise_rank = ctypes.pointer(c_int32(self._noise_rank))
         set_residuals(collective, call, buffer, residuals)
-        self._place(collective)
+        collective.device, collective.stream = self.device, self._stream_handle
         carried = structs.Carried(rank=rank, size=size, call=ctypes.pointer(collective))
         algorithm, scatter, gather = c_int32(), (c_int64 * size)(), (c_int64 * size)()
         library.call("cgx_carried_plan", byref(carried), byref(algorithm), scatter, gather)
@@ -148,33 +154,15 @@ class Carrier(abc.ABC):
             message = step("cgx_carried_encode", stride)
         else:
             to, came = list(scatter), [scatter[rank]] * size
-            if not self.sends_to_itself:
+            if self.device == CPU:  # GPUs have room for a message of a rank to itself (cgx.h)
                 to[rank] = came[rank] = 0
             messages = step("cgx_carried_encode", sum(to))
             arrived = made(sum(came))
-            self._all_to_all(arrived, messages, came, to)
+            self._exchange.alltoall_base(arrived, messages, came, to).wait()
             message = step("cgx_carried_reduce", stride, arrived)
         gathered = made(stride * size)
-        self._all_gather(gathered, message)
+        self._exchange._allgather_base(gathered, message).wait()
         library.call("cgx_carried_decode", byref(carried), *_buffers(gathered))
-
-    # What depends on the device:
-
-    sends_to_itself: bool  # whether messages have room for one of this rank to itself (cgx.h)
-
-    @abc.abstractmethod
-    def _place(self, collective: structs.Collective) -> None:
-        """Set the device and the stream of a call."""
-
-    @abc.abstractmethod
-    def _all_to_all(
-        self, output: torch.Tensor, given: torch.Tensor, came: list[int], to: list[int]
-    ) -> None:
-        """Exchange messages of these sizes."""
-
-    @abc.abstractmethod
-    def _all_gather(self, output: torch.Tensor, given: torch.Tensor) -> None:
-        """Exchange messages of one size."""
 
 
 def _buffers(*messages: torch.Tensor) -> Iterator[c_void_p | int]:

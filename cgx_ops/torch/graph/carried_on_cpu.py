@@ -8,10 +8,9 @@ import torch
 import torch.distributed as dist
 
 from cgx_ops import Config, Segment
-from cgx_ops._core import structs
 from cgx_ops._core.call import Op
 from cgx_ops.torch._compat import parallel
-from cgx_ops.torch.graph.carried import Carrier
+from cgx_ops.torch.graph.carried import CPU, Carrier
 from cgx_ops.torch.graph.work import Residuals
 
 
@@ -23,14 +22,12 @@ class CpuCarrier(Carrier):
     """
 
     name = "carrier"
-    sends_to_itself = False
+    device = CPU
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__(group)
         timeout = parallel.group_timeout(group) or dist.default_pg_timeout
-        self._gloo: Any = dist.ProcessGroupGloo(
-            self._store, self._rank, self._size, timeout=timeout
-        )
+        self._exchange = dist.ProcessGroupGloo(self._store, self._rank, self._size, timeout=timeout)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="cgx-carrier")
 
     def start(
@@ -77,15 +74,4 @@ class CpuCarrier(Carrier):
     def disconnect(self, error: Exception) -> None:
         """Fail the collectives of the other ranks. Called on the thread only."""
         super().disconnect(error)
-        self._gloo = None
-
-    def _place(self, collective: structs.Collective) -> None:
-        """Calls are on the CPU by default."""
-
-    def _all_to_all(
-        self, output: torch.Tensor, given: torch.Tensor, came: list[int], to: list[int]
-    ) -> None:
-        self._gloo.alltoall_base(output, given, came, to).wait()
-
-    def _all_gather(self, output: torch.Tensor, given: torch.Tensor) -> None:
-        self._gloo._allgather_base(output, given).wait()
+        self._exchange = None

@@ -6,12 +6,9 @@ import torch
 import torch.distributed as dist
 
 from cgx_ops import Config, Segment
-from cgx_ops._core import structs
 from cgx_ops._core.call import Op
-from cgx_ops.torch.graph.carried import Carrier
+from cgx_ops.torch.graph.carried import CUDA, Carrier
 from cgx_ops.torch.graph.work import Residuals, failed
-
-_CUDA = 1  # a cgx_device_t
 
 
 class CudaCarrier(Carrier):
@@ -25,12 +22,13 @@ class CudaCarrier(Carrier):
     """
 
     name = "cuda_carrier"
-    sends_to_itself = True
+    device = CUDA
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         super().__init__(group)
-        self._group = group
+        self._exchange = group
         self._stream = torch.cuda.Stream(device)
+        self._stream_handle = self._stream.cuda_stream
 
     def start(
         self,
@@ -68,14 +66,3 @@ class CudaCarrier(Carrier):
     def refuse(self, error: Exception) -> None:
         """Send nothing more, because this rank cannot start the next call."""
         self.disconnect(error)
-
-    def _place(self, collective: structs.Collective) -> None:
-        collective.device, collective.stream = _CUDA, self._stream.cuda_stream
-
-    def _all_to_all(
-        self, output: torch.Tensor, given: torch.Tensor, came: list[int], to: list[int]
-    ) -> None:
-        dist.all_to_all_single(output, given, came, to, group=self._group)
-
-    def _all_gather(self, output: torch.Tensor, given: torch.Tensor) -> None:
-        dist.all_gather_into_tensor(output, given, group=self._group)

@@ -1,0 +1,180 @@
+"""Run CudaCarrier on CPU tensors, because there is no GPU: stand-ins for streams and the GPU steps.
+
+Streams are names; events are a log of what ran on which stream. The steps of the core check that
+they are CUDA calls on the current stream, and run on the CPU. As on a GPU, buffers have room for a
+message of this rank to itself (cgx.h, section 5).
+"""
+
+import contextlib
+import ctypes
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from cgx_ops._core import library, structs
+from cgx_ops.torch.averaging import state
+from cgx_ops.torch.graph import carried, carried_on_cuda
+
+CPU = torch.device("cpu")
+_SIDE = 0x51DE  # the handle of the carrier's stream
+
+
+class Stream:
+    """A stream that logs what it waits for."""
+
+    def __init__(self, log: list[str], name: str, handle: int) -> None:
+        self.log, self.name, self.cuda_stream = log, name, handle
+
+    def wait_stream(self, other: "Stream") -> None:
+        """Log the wait."""
+        self.log.append(f"{self.name} waits for {other.name}")
+
+
+class Exchange:
+    """The collectives of a process group, which log on which stream they start."""
+
+    def __init__(self, group: Any, stand_in: "StandIn") -> None:
+        self.group, self.stand_in = group, stand_in
+
+    def alltoall_base(self, *arguments: Any) -> dist.Work:
+        """Start an all-to-all."""
+        self.stand_in.log.append(f"all_to_all on {self.stand_in.current.name}")
+        return self.group.alltoall_base(*arguments)
+
+    def _allgather_base(self, *arguments: Any) -> dist.Work:
+        self.stand_in.log.append(f"all_gather on {self.stand_in.current.name}")
+        return self.group._allgather_base(*arguments)
+
+
+class StandIn:
+    """The streams, futures and steps of a rank.
+
+    Attributes:
+        log: what happened, in order, with the stream.
+        recorded: addresses of tensors whose memory the stream keeps.
+    """
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.recorded: set[int] = set()
+        self.caller = self.current = Stream(self.log, "caller", 0)
+        self.side = Stream(self.log, "side", _SIDE)
+
+    def carrier(self, group: dist.ProcessGroup) -> carried_on_cuda.CudaCarrier:
+        """Return a carrier over a group whose collectives are logged."""
+        made = carried_on_cuda.CudaCarrier(group, CPU)
+        made._exchange = Exchange(group, self)
+        return made
+
+    @contextlib.contextmanager
+    def stream(self, stream: Stream) -> Iterator[None]:
+        """Make a stream current."""
+        before, self.current = self.current, stream
+        try:
+            yield
+        finally:
+            self.current = before
+
+    def future(self, devices: list[torch.device]) -> Any:
+        """Return a future that logs on which stream it completes."""
+        assert devices == [CPU]
+        made: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        complete = made.set_result
+
+        def set_result(value: torch.Tensor) -> None:
+            self.log.append(f"result on {self.current.name}")
+            complete(value)
+
+        made.set_result = set_result  # type: ignore[method-assign]
+        return made
+
+    def keep(self, tensor: torch.Tensor, stream: Stream) -> None:
+        """Note that a stream uses a tensor's memory, as Tensor.record_stream does."""
+        assert stream is self.side
+        self.recorded.add(tensor.data_ptr())
+
+    def call(self, function: str, reference: Any, *arguments: Any) -> None:
+        """Run a function of the core, whose call must be one for the current stream."""
+        mine: structs.Carried = reference._obj
+        native = mine.call.contents
+        assert (native.device, native.stream) == (1, _SIDE), (native.device, native.stream)
+        assert self.current is self.side, function
+        if function != "cgx_carried_plan":
+            self.log.append(f"{function.removeprefix('cgx_carried_')} on {self.current.name}")
+        native.device, native.stream = 0, None
+        try:
+            steps: dict[str, Callable[..., None]] = {
+                "cgx_carried_encode": self._encode,
+                "cgx_carried_reduce": self._reduce,
+            }
+            steps.get(function, _as_given(function))(reference, *arguments)
+        finally:
+            native.device, native.stream = 1, _SIDE
+
+    def _encode(self, reference: Any, address: ctypes.c_void_p, numel: int) -> None:
+        mine: structs.Carried = reference._obj
+        scatter = _scattered(reference)
+        at, own = sum(scatter[: mine.rank]), scatter[mine.rank]
+        compact = (ctypes.c_char * (numel - own))()
+        _as_given("cgx_carried_encode")(reference, compact, numel - own)
+        raw = compact.raw
+        spread = raw[:at] + bytes(own) + raw[at:]
+        ctypes.memmove(address, spread, numel)
+
+    def _reduce(
+        self, reference: Any, arrived: ctypes.c_void_p, numel: int, *message: object
+    ) -> None:
+        mine: structs.Carried = reference._obj
+        own = _scattered(reference)[mine.rank]
+        assert numel == own * mine.size
+        raw = ctypes.string_at(arrived, numel)
+        assert raw[own * mine.rank : own * (mine.rank + 1)] == bytes(own)  # as encode() wrote it
+        compact = raw[: own * mine.rank] + raw[own * (mine.rank + 1) :]
+        _as_given("cgx_carried_reduce")(reference, compact, len(compact), *message)
+
+
+def _as_given(function: str) -> Callable[..., None]:
+    return lambda *arguments: library.call(function, *arguments)
+
+
+def _scattered(reference: Any) -> list[int]:
+    """Return the sizes of the messages to each rank; 0 with one_shot."""
+    size = reference._obj.size
+    algorithm, sizes = ctypes.c_int32(), ctypes.c_int64 * size
+    scatter, gather = sizes(), sizes()
+    library.call("cgx_carried_plan", reference, ctypes.byref(algorithm), scatter, gather)
+    return list(scatter)
+
+
+@contextlib.contextmanager
+def cuda_carriers() -> Iterator[StandIn]:
+    """Let states use CudaCarrier for CPU tensors inside this block."""
+    stand_in = StandIn()
+    fake_torch = types.SimpleNamespace(
+        cuda=types.SimpleNamespace(
+            Stream=lambda _device: stand_in.side,
+            current_stream=lambda _device: stand_in.current,
+            stream=stand_in.stream,
+        ),
+        futures=types.SimpleNamespace(Future=stand_in.future),
+    )
+
+    fake_library = types.SimpleNamespace(call=stand_in.call)
+
+    places: list[tuple[Any, str, Any]] = [
+        (carried_on_cuda, "torch", fake_torch),
+        (carried, "library", fake_library),
+        (state, "CpuCarrier", stand_in.carrier),
+        (torch.Tensor, "record_stream", lambda tensor, stream: stand_in.keep(tensor, stream)),
+    ]
+    before = [(of, name, getattr(of, name)) for of, name, _ in places]
+    for of, name, value in places:
+        setattr(of, name, value)
+    try:
+        yield stand_in
+    finally:
+        for of, name, value in before:
+            setattr(of, name, value)
