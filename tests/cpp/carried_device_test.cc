@@ -72,7 +72,7 @@ class Side {
   std::unique_ptr<device::CarriedSteps> steps_;
 };
 
-// What the ranks of one kind exchange, and their results.
+// The messages and results of all ranks.
 struct Outcome {
   std::vector<Buffer> scattered;  // from rank i to rank j, at i * size + j
   std::vector<Buffer> gathered;   // one per rank, padded to equal lengths

@@ -50,8 +50,8 @@ class QuantizedAllreduceState(HookState):
         rules: settings of layers by name. None: the rules of the process, which
             `cgx_ops.torch.exclude_layer` and similar functions set.
         carrier: "native" sends by cgx_ops' own transports, over a group of any backend. "c10d"
-            sends CPU tensors by torch's gloo collectives. With the same algorithm, both give the
-            same bits.
+            sends by torch's collectives: CPU tensors by gloo, CUDA tensors by the process group,
+            for example NCCL. With the same algorithm, both give the same bits.
         seed: seed of random rounding, 0 or more. Each layer's noise depends on it, on the step, and
             on the names of layer and group.
         unsupported: what to do with gradients that cgx_ops cannot average: float64, complex,
@@ -210,7 +210,8 @@ def quantized_allreduce_hook(
     fp16_compress_wrapper or `bf16_compress_wrapper`. Later failures, such as a rank with other
     arguments or a lost peer, are stored in the future. `backward` then raises a RuntimeError with
     the text of the first error. On a GPU such a failure sets the gradients to NaN, and the next
-    bucket's future holds the error.
+    bucket's future holds the error. With carrier="c10d" failures on a GPU are those of the process
+    group.
 
     Args:
         state: a `QuantizedAllreduceState`.

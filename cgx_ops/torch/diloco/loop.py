@@ -88,8 +88,8 @@ class DiLoCo:
             that sent it (SparseLoCo), and requires compressor="topk" with error feedback.
         process_group: the ranks that average. None: the default group.
         carrier: "native" sends by cgx_ops' own transports, over a group of any backend. "c10d"
-            sends CPU tensors by torch's gloo collectives. With the same algorithm, both give the
-            same bits.
+            sends by torch's collectives: CPU tensors by gloo, CUDA tensors by the process group,
+            for example NCCL. With the same algorithm, both give the same bits.
         backup_device: device of the outer parameters and the outer optimizer's state. None: that of
             the parameters. "cpu" saves GPU memory.
         pin_memory: whether outer parameters on the CPU use pinned memory if the model is on a GPU.

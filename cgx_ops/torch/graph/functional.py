@@ -93,8 +93,8 @@ def all_reduce(
         residual: error feedback: reduces `x + residual` and returns a new residual. Same shape and
             dtype as `x`; start with zeros.
         name: identifies the call across ranks. Needed only if several threads start collectives.
-        carrier: "native" sends by cgx_ops' own transports. "c10d" sends CPU tensors by the
-            collectives of the process group, for example gloo.
+        carrier: "native" sends by cgx_ops' own transports. "c10d" sends by the collectives of
+            the process group, for example gloo or NCCL.
 
     Returns:
         A new tensor with the shape and dtype of `x`. With a residual, a tuple of this tensor and

@@ -53,8 +53,8 @@ def compress_grads(
         group: the ranks: a process group of any backend, a one-dimensional DeviceMesh, or a group's
             name. None: all ranks.
         name: identifies the call across ranks. Needed only if several threads start collectives.
-        carrier: "native" sends by cgx_ops' own transports. "c10d" sends CPU tensors by the
-            collectives of the process group, for example gloo.
+        carrier: "native" sends by cgx_ops' own transports. "c10d" sends by the collectives of
+            the process group, for example gloo or NCCL.
 
     Returns:
         Tensors with the values of `params`, in the same kind of container.

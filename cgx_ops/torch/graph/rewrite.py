@@ -4,7 +4,7 @@ The pass runs after inductor's own passes, including its fusion of DDP's all-red
 `_c10d_functional.all_reduce` and `all_reduce_coalesced`, which functional collectives,
 `dist.all_reduce`, DTensor and DDP's Python reducer become in a graph. Each is replaced by the
 traced form of `torch.ops.cgx.quantized_allreduce`: native if cgx_ops has a communicator of the
-group (backend "cgx"), else carried by the group's own collectives (gloo). With a plan,
+group (backend "cgx"), else carried by the group's own collectives (gloo, NCCL). With a plan,
 rewrite_groups.py first joins the all-reduces of each group.
 """
 

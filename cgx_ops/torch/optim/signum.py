@@ -37,8 +37,8 @@ class Signum(ExchangingOptimizer):
         process_group: the ranks that vote. None: the default group.
         config: settings of the votes, with compressor "sign". None: `Config(compressor="sign")`.
         carrier: "native" sends by cgx_ops' own transports, over a group of any backend. "c10d"
-            sends CPU tensors by torch's gloo collectives. With the same algorithm, both give the
-            same bits.
+            sends by torch's collectives: CPU tensors by gloo, CUDA tensors by the process group,
+            for example NCCL. With the same algorithm, both give the same bits.
 
     Attributes:
         exchange: settings of the messages, and step count.

@@ -85,8 +85,8 @@ class PowerSGDState(HookState):
         factor_bits: how P and Q are sent: 32 exact, 16 as bfloat16, 8 quantized. With
             feedback="local", the residuals include the rounding error of Q.
         carrier: "native" sends by cgx_ops' own transports, over a group of any backend. "c10d"
-            sends CPU tensors by torch's gloo collectives. With the same algorithm, both give the
-            same bits.
+            sends by torch's collectives: CPU tensors by gloo, CUDA tensors by the process group,
+            for example NCCL. With the same algorithm, both give the same bits.
         **keywords: `bits`, `bucket_size`, `compressor` or `rounding`; each overrides that field of
             `config`.
 
