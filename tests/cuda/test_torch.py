@@ -39,6 +39,7 @@ STEPS = ["carried_encode", "carried_reduce", "carried_decode"]
 PROGRAM = "run_cuda_torch.py"
 NAMES = listed(PROGRAM)
 CASES = ["values", "lists", "layouts", "in_place", "gradients", "streams", "works", "backend_calls"]
+CARRIED = ["carried", "carried_refusals", "carried_on_streams", "carried_hook"]
 CASES += ["compressed_operations", "data_parallel", "sharded", "operators"]
 
 
@@ -53,7 +54,7 @@ def on(n: int, wire: str, *names: str, timeout: float = 300) -> Launch:
     on(2, "MPI", "recording_refused"),
     on(2, "SHM", "compiled", "compiled_and_recorded", timeout=600),
     *(on(3, wire, "late_rank", "mismatch") for wire in WIRES),
-    *(on(n, "SHM", "carried", "carried_on_streams", "carried_hook") for n in (2, 3)),
+    *(on(n, "SHM", *CARRIED) for n in (2, 3)),
     on(2, "SHM", "carried_and_compiled", timeout=600),
 )
 def test_on_a_gpu(check: RankCheck) -> None:

@@ -450,6 +450,10 @@ def carried(r: int, n: int) -> None:
     as_on_the_cpu(on_list, tc.values(r, 6051))
     as_on_the_cpu(with_feedback, tc.values(r, 5000))
     as_on_the_cpu(with_gradient, tc.values(r, 5000))
+
+
+def carried_refusals(r: int, n: int) -> None:
+    own: Any = {"carrier": "c10d", "group_name": dist.new_group(backend="gloo").group_name}
     x = torch.ones(100, device="cuda")
     for compressor in ("threshold", "randk"):
         with pytest.raises(TypeError, match="is not supported on GPUs"):
@@ -573,6 +577,7 @@ CHECKS: list[Callable[[int, int], None]] = [
     data_parallel,
     sharded,
     carried,
+    carried_refusals,
     carried_on_streams,
     carried_hook,
     carried_and_compiled,

@@ -54,6 +54,7 @@ void run(const cgx_collective_t& call, const Carried& made,
   const void* first = device::first_buffer(call);
   for (const auto& [name, buffer] : buffers) first = first ? first : buffer;
   device::Device& device = device::device_of(first);
+  const auto current = device.make_current();  // once, for all operations below
   device::check_addresses(call, device);
   for (const auto& [name, buffer] : buffers)
     if (buffer) device.check_address(buffer, {name});
