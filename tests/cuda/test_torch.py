@@ -33,13 +33,13 @@ REDUCTIONS = [
     "quantized_all_reduce_coalesced_start",
 ]
 STEPS = ["carried_encode", "carried_reduce", "carried_decode"]
+CARRIED = ["carried", "carried_refusals", "carried_on_streams", "carried_hook"]
 
 # ---- With a GPU ----------------------------------------------------------------------------------
 
 PROGRAM = "run_cuda_torch.py"
 NAMES = listed(PROGRAM)
 CASES = ["values", "lists", "layouts", "in_place", "gradients", "streams", "works", "backend_calls"]
-CARRIED = ["carried", "carried_refusals", "carried_on_streams", "carried_hook"]
 CASES += ["compressed_operations", "data_parallel", "sharded", "operators"]
 
 
