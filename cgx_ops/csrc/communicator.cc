@@ -253,6 +253,7 @@ void Communicator::enqueue(const cgx_collective_t& call, device::Device& device)
   require(made.algorithm == CGX_SRA || made.algorithm == CGX_ONE_SHOT, CGX_UNSUPPORTED,
           "algorithm is ", made.algorithm == CGX_RING ? "ring" : "hierarchical",
           "; GPUs support one_shot and sra: use one of them, or auto");
+  const auto current = device.make_current();  // once, for all operations below
   device::check_addresses(call, device);
   const Agreement agreement = make_agreement(call, made);
   if (!engine_) {

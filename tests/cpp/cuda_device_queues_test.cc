@@ -104,19 +104,25 @@ void test_wait_for_at_least() {
   queue->synchronize();
 }
 
-void test_follow() {
+void test_events() {
   const auto first = gpu().make_queue(), second = gpu().make_queue();
+  const auto event = gpu().make_event();
   const Memory from = pinned(), a = on_device(), to = pinned();
   Gate before, after;
-  for (int round = 1; round <= 3; ++round) {  // the same queue follows several times
+  second->wait_for(*event);  // never recorded
+  event->synchronize();
+  second->synchronize();
+  for (int round = 1; round <= 3; ++round) {  // the same event is recorded several times
     fill(from, round);
     before.hold(*first, 2 * round);
     first->copy(a.get(), from.get(), kBytes);
-    second->follow(*first);
+    first->record(*event);
+    second->wait_for(*event);
     after.hold(*first, round);  // queued later: `second` does not wait for it
     second->copy(to.get(), a.get(), kBytes);
-    CHECK(!second->idle(), "follow() did not wait for the other queue");
+    CHECK(!second->idle(), "wait_for() did not wait for the event");
     before.open(2 * round);
+    event->synchronize();
     second->synchronize();
     CHECK(!first->idle(), "round %d", round);
     check_filled(to, round);
@@ -226,7 +232,9 @@ void test_wrap() {
     cudaGetLastError();
     const auto queue = gpu().wrap(stream), after = gpu().make_queue();
     queue->clear(a.get(), 1);
-    after->follow(*queue);
+    const auto cleared = gpu().make_event();
+    queue->record(*cleared);
+    after->wait_for(*cleared);
     after->copy(to.get(), a.get(), kBytes);
     gate.open();
     after->synchronize();
@@ -256,17 +264,22 @@ void test_recording() {
   check_cuda(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
   const Memory from = pinned(), a = on_device(), b = on_device(), to = pinned();
   const auto queue = gpu().wrap(stream), side = gpu().make_queue();
+  const auto event = gpu().make_event();
   CHECK(!gpu().recording(stream) && !gpu().recording(nullptr),
         "recording before the capture began");
   check_cuda(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal));
   CHECK(gpu().recording(stream) && !gpu().recording(nullptr), "not recording during the capture");
+  auto current = gpu().make_current();
   queue->copy(a.get(), from.get(), kBytes);
-  side->follow(*queue);
+  queue->record(*event);
+  side->wait_for(*event);
   CHECK(gpu().recording(stream), "the capture ended too early");
   side->copy(b.get(), a.get(), kBytes);
   const Memory allocated = on_device(), unrelated = fetch(allocated.get());
-  queue->follow(*side);
+  side->record(*event);
+  queue->wait_for(*event);
   queue->copy(to.get(), b.get(), kBytes);
+  current.reset();
   cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
   check_cuda(cudaThreadExchangeStreamCaptureMode(&mode));
   CHECK(mode == cudaStreamCaptureModeGlobal, "the caller's capture mode changed to %d", mode);
@@ -299,7 +312,7 @@ int main() {
   test_nothing_blocks();
   test_call_and_wait_for();
   test_wait_for_at_least();
-  test_follow();
+  test_events();
   test_launches();
   test_signal();
   test_wrap();

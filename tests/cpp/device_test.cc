@@ -3,7 +3,8 @@
 //
 //   1. cases: every verb, dtype, bit width, rounding, algorithm and segment list, over both wires
 //   2. order: many calls in flight, on several streams, without waiting
-//   3. the codec operations, and a group of one rank
+//   3. host cost: the operations of a call
+//   4. the codec operations, and a group of one rank
 //
 // Failures are in device_failures_test.cc.
 #include "algorithm/chunks.h"
@@ -39,7 +40,38 @@ void many_in_flight_on_several_streams() {
   for (const std::string type : {"SHM", "MPI"}) compare_many_at_once(Job(3, type), 24);
 }
 
-// ---- 3. the codec, and a group of one rank -------------------------------------------------
+// ---- 3. host cost --------------------------------------------------------------------------
+
+// Each operation is a CUDA call, which takes the host about 1 us, and a kernel launch more.
+// Switching to the device takes four more calls.
+void calls_need_few_operations() {
+  struct Row {
+    const char* type;
+    cgx_algorithm_t algorithm;
+    int operations;
+  };
+  const Row rows[] = {{"SHM", CGX_ONE_SHOT, 5},
+                      {"SHM", CGX_SRA, 7},
+                      {"MPI", CGX_ONE_SHOT, 13},
+                      {"MPI", CGX_SRA, 19}};
+  for (const Row& row : rows) {
+    const Job job(2, row.type);
+    job.run([&](int rank) {
+      FakeQueue stream(rank);
+      FakeDevice& device = *job.devices[rank];
+      Rank call({.algorithm = row.algorithm}, rank, job.size());
+      call.enqueue(*job.communicators[rank], device, stream);  // connects
+      FakeQueue::operations = device.times_current = 0;
+      call.enqueue(*job.communicators[rank], device, stream);
+      CHECK(FakeQueue::operations == row.operations && device.times_current == 1,
+            "%s, algorithm %d: %d operations, current %d times", row.type, row.algorithm,
+            FakeQueue::operations, device.times_current.load());
+      job.communicators[rank]->check_devices(true);
+    });
+  }
+}
+
+// ---- 4. the codec, and a group of one rank -------------------------------------------------
 
 void codec_operations() {
   for (const int bits : {3, 4, 8, 32})
@@ -147,6 +179,7 @@ int main() {
   using namespace cgx;
   cases_equal_the_cpus();
   many_in_flight_on_several_streams();
+  calls_need_few_operations();
   codec_operations();
   single_rank();
   std::puts("device_test: passed");

@@ -2,7 +2,7 @@
 // CPU codecs replace the kernels. So all of device/ runs without a GPU, and under ThreadSanitizer.
 //
 //   1. kernels, as declared in launches.h
-//   2. FakeQueue
+//   2. FakeEvent and FakeQueue
 //   3. FakeFabric: a communication library between simulated devices
 //   4. FakeDevice
 #pragma once
@@ -210,10 +210,27 @@ inline void run(const Signals& launch) {
   *launch.done = exchange;
 }
 
-// ---- 2. queues -----------------------------------------------------------------------------
+// ---- 2. events and queues -------------------------------------------------------------------
 
-class FakeQueue;
-FakeQueue& fake_queue(Queue& queue);
+class FakeEvent final : public Event {
+ public:
+  void synchronize() override {
+    if (const auto reached = last()) reached->wait(false);
+  }
+  // Returns whether the point of the last record is reached, or null if there is none.
+  std::shared_ptr<std::atomic<bool>> last() const {
+    const std::lock_guard lock(mutex_);
+    return last_;
+  }
+  void set(std::shared_ptr<std::atomic<bool>> reached) {
+    const std::lock_guard lock(mutex_);
+    last_ = std::move(reached);
+  }
+
+ private:
+  mutable std::mutex mutex_;
+  std::shared_ptr<std::atomic<bool>> last_;
+};
 
 class FakeQueue final : public Queue {
  public:
@@ -258,13 +275,18 @@ class FakeQueue final : public Queue {
         std::this_thread::yield();
     });
   }
-  void follow(Queue& other) override {
+  void record(Event& event) override {
     auto reached = std::make_shared<std::atomic<bool>>(false);
-    fake_queue(other).put([reached] {
+    static_cast<FakeEvent&>(event).set(reached);
+    put([reached] {
       *reached = true;
       reached->notify_all();
     });
-    put([reached] { reached->wait(false); });
+  }
+  void wait_for(const Event& event) override {
+    put([reached = static_cast<const FakeEvent&>(event).last()] {
+      if (reached) reached->wait(false);
+    });
   }
   bool idle() override {
     const std::lock_guard lock(mutex_);
@@ -275,11 +297,14 @@ class FakeQueue final : public Queue {
     changed_.wait(lock, [&, until = put_] { return done_ >= until; });
   }
   void put(std::function<void()> work) {
+    ++operations;
     const std::lock_guard lock(mutex_);
     work_.push_back(std::move(work));
     ++put_;
     changed_.notify_all();
   }
+
+  static inline thread_local int operations = 0;  // that this thread put on all queues
 
  private:
   void serve() {
@@ -320,7 +345,8 @@ class FakeStream final : public Queue {
   void clear(void* at, size_t bytes) override { to_.clear(at, bytes); }
   void call(void (*work)(void*), void* context) override { to_.call(work, context); }
   void wait_for(const uint32_t* word, uint32_t value) override { to_.wait_for(word, value); }
-  void follow(Queue& other) override { to_.follow(other); }
+  void record(Event& event) override { to_.record(event); }
+  void wait_for(const Event& event) override { to_.wait_for(event); }
   bool idle() override { return to_.idle(); }
   void synchronize() override { to_.synchronize(); }
 
@@ -439,10 +465,11 @@ class FakeFabric final : public Fabric {
 
 class FakeDevice final : public Device {
  public:
-  explicit FakeDevice(int number) : number_(number) {}
+  explicit FakeDevice(int number) : name_("fake:" + std::to_string(number)) {}
 
-  std::string name() const override { return "fake:" + std::to_string(number_); }
+  const std::string& name() const override { return name_; }
   std::unique_ptr<Queue> make_queue() override { return std::make_unique<FakeQueue>(++queues_); }
+  std::unique_ptr<Event> make_event() override { return std::make_unique<FakeEvent>(); }
   std::unique_ptr<Queue> wrap(void* stream) override {
     return std::make_unique<FakeStream>(static_cast<FakeQueue*>(stream));
   }
@@ -490,7 +517,7 @@ class FakeDevice final : public Device {
  private:
   static inline thread_local FakeDevice* current_ = nullptr;
 
-  const int number_;
+  const std::string name_;
   uint32_t queues_ = 0;
   std::vector<std::unique_ptr<Memory>> shared_;
 };

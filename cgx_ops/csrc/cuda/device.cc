@@ -83,7 +83,7 @@ CudaDevice& CudaDevice::get(int ordinal) {
   return *device;
 }
 
-CudaDevice::CudaDevice(int ordinal) : ordinal_(ordinal) {
+CudaDevice::CudaDevice(int ordinal) : ordinal_(ordinal), name_(join("cuda:", ordinal)) {
   cudaDeviceProp properties{};
   check(cudaGetDeviceProperties(&properties, ordinal), "querying the properties of ", name());
   require(properties.major >= kOldestMajor, CGX_UNSUPPORTED, name(), " (", properties.name,
@@ -100,9 +100,9 @@ CudaDevice::CudaDevice(int ordinal) : ordinal_(ordinal) {
   load_kernels();
 }
 
-std::string CudaDevice::name() const { return join("cuda:", ordinal_); }
-
 std::unique_ptr<Queue> CudaDevice::make_queue() { return std::make_unique<CudaQueue>(*this); }
+
+std::unique_ptr<Event> CudaDevice::make_event() { return std::make_unique<CudaEvent>(*this); }
 
 std::unique_ptr<Queue> CudaDevice::wrap(void* stream) {
   return std::make_unique<CudaQueue>(*this, static_cast<cudaStream_t>(stream));

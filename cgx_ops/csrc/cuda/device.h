@@ -15,8 +15,9 @@ class CudaDevice : public Device {
   // Error(CGX_UNSUPPORTED) if it is older than the kernels support.
   static CudaDevice& get(int ordinal);
 
-  std::string name() const override;
+  const std::string& name() const override { return name_; }
   std::unique_ptr<Queue> make_queue() override;
+  std::unique_ptr<Event> make_event() override;
   std::unique_ptr<Queue> wrap(void* stream) override;
   bool recording(void* stream) override;
   void synchronize() override;
@@ -52,6 +53,7 @@ class CudaDevice : public Device {
   Memory allocate_pinned(size_t bytes);
 
   const int ordinal_;
+  const std::string name_;
   int processors_ = 0;
   bool flushes_remote_writes_ = false;
   CUcontext context_ = nullptr;

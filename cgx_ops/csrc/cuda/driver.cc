@@ -32,6 +32,8 @@ Driver load() {
   return driver;
 }
 
+thread_local CUcontext current_context = nullptr;  // of the innermost Current
+
 }  // namespace
 
 const Driver& driver() {
@@ -39,7 +41,8 @@ const Driver& driver() {
   return loaded;
 }
 
-Current::Current(CUcontext context) {
+Current::Current(CUcontext context) : outer_(current_context) {
+  if (context == outer_) return;
   check(driver().push(context), "making a GPU's context current");
   // After the push: on a thread without a context the runtime would start one on device 0.
   if (const cudaError_t error = cudaThreadExchangeStreamCaptureMode(&mode_)) {
@@ -47,9 +50,12 @@ Current::Current(CUcontext context) {
     driver().pop(&ours);
     fail_cuda(error, "cudaThreadExchangeStreamCaptureMode");
   }
+  current_context = context;
 }
 
 Current::~Current() {
+  if (current_context == outer_) return;
+  current_context = outer_;
   cudaThreadExchangeStreamCaptureMode(&mode_);
   CUcontext ours = nullptr;
   driver().pop(&ours);

@@ -30,6 +30,9 @@ const Driver& driver();
 // Uses the driver's context stack instead of cudaSetDevice. The framework has its own CUDA runtime,
 // whose current device this runtime does not know and could not restore. Also, cudaSetDevice would
 // start a context on the device that it restores.
+//
+// Does nothing within another Current of the same context on this thread. So a function that makes
+// many CUDA calls creates one, and those within are free.
 class Current {
  public:
   explicit Current(CUcontext context);
@@ -38,6 +41,7 @@ class Current {
   Current& operator=(const Current&) = delete;
 
  private:
+  const CUcontext outer_;  // of the Current around this one; null: there is none
   cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;  // later the caller's
 };
 

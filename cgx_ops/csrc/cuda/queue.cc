@@ -5,6 +5,21 @@
 
 namespace cgx::device::cuda {
 
+CudaEvent::CudaEvent(const CudaDevice& device) : device_(device) {
+  const Current current(device.context());
+  check(cudaEventCreateWithFlags(&event_, cudaEventDisableTiming), "creating an event on ",
+        device.name());
+}
+
+CudaEvent::~CudaEvent() {
+  device_.release([this] { cudaEventDestroy(event_); });
+}
+
+void CudaEvent::synchronize() {
+  const Current current(device_.context());
+  check(cudaEventSynchronize(event_), "cudaEventSynchronize on ", device_.name());
+}
+
 CudaQueue::CudaQueue(const CudaDevice& device) : device_(device), own_(true) {
   const Current current(device.context());
   int least = 0, greatest = 0;
@@ -18,11 +33,7 @@ CudaQueue::CudaQueue(const CudaDevice& device, cudaStream_t stream)
 
 // Does not wait for the stream or affect its work.
 CudaQueue::~CudaQueue() {
-  if (!own_ && !mark_) return;
-  device_.release([this] {
-    if (mark_) cudaEventDestroy(mark_);
-    if (own_) cudaStreamDestroy(stream_);
-  });
+  if (own_) device_.release([this] { cudaStreamDestroy(stream_); });
 }
 
 void CudaQueue::encode(const Encode& launch) {
@@ -69,17 +80,17 @@ void CudaQueue::wait_for(const uint32_t* word, uint32_t value) {
         "cuStreamWaitValue32 on ", device_.name());
 }
 
-void CudaQueue::follow(Queue& other) {
-  auto& ahead = static_cast<CudaQueue&>(other);
-  require(&ahead.device_ == &device_, CGX_INTERNAL, "a queue of ", device_.name(),
-          " cannot follow one of ", ahead.device_.name());
+void CudaQueue::record(Event& event) {
   const Current current(device_.context());
-  if (!mark_)
-    check(cudaEventCreateWithFlags(&mark_, cudaEventDisableTiming), "creating an event on ",
-          device_.name());
-  check(cudaEventRecord(mark_, ahead.stream_), "cudaEventRecord on ", device_.name());
-  check(cudaStreamWaitEvent(stream_, mark_, cudaEventWaitDefault), "cudaStreamWaitEvent on ",
+  check(cudaEventRecord(static_cast<CudaEvent&>(event).event(), stream_), "cudaEventRecord on ",
         device_.name());
+}
+
+void CudaQueue::wait_for(const Event& event) {
+  const Current current(device_.context());
+  check(cudaStreamWaitEvent(stream_, static_cast<const CudaEvent&>(event).event(),
+                            cudaEventWaitDefault),
+        "cudaStreamWaitEvent on ", device_.name());
 }
 
 bool CudaQueue::idle() {

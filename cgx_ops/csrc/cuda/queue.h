@@ -1,4 +1,4 @@
-// A CUDA stream as a Queue.
+// A CUDA event as an Event, and a CUDA stream as a Queue.
 #pragma once
 
 #include "cuda/driver.h"
@@ -7,6 +7,22 @@
 namespace cgx::device::cuda {
 
 class CudaDevice;
+
+class CudaEvent : public Event {
+ public:
+  explicit CudaEvent(const CudaDevice& device);
+  ~CudaEvent() override;
+  CudaEvent(const CudaEvent&) = delete;
+  CudaEvent& operator=(const CudaEvent&) = delete;
+
+  void synchronize() override;
+
+  cudaEvent_t event() const { return event_; }
+
+ private:
+  const CudaDevice& device_;
+  cudaEvent_t event_ = nullptr;
+};
 
 class CudaQueue : public Queue {
  public:
@@ -30,7 +46,8 @@ class CudaQueue : public Queue {
   void call(void (*work)(void* context), void* context) override;
   // Compares as stream memory operations do, modulo 2^32, so words may wrap around.
   void wait_for(const uint32_t* word, uint32_t value) override;
-  void follow(Queue& other) override;
+  void record(Event& event) override;
+  void wait_for(const Event& event) override;
   bool idle() override;
   void synchronize() override;
 
@@ -40,9 +57,6 @@ class CudaQueue : public Queue {
   const CudaDevice& device_;
   const bool own_;
   cudaStream_t stream_ = nullptr;
-  // Marks the end of the queue that this one follows; created on first use. One event is enough,
-  // because a wait refers to the record at the time of the call.
-  cudaEvent_t mark_ = nullptr;
 };
 
 }  // namespace cgx::device::cuda

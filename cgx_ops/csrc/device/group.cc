@@ -66,7 +66,7 @@ Group::Group(Device& device, HostLink& host, const std::string& type, Seconds ti
   if (!reasons.empty())
     warn_once(join("the GPUs of communicator '", host.name(), "' use the wire '", wire_->name(),
                    "' because better ones are not available: ", reasons));
-  tail_ = device.make_queue();
+  last_end_ = device.make_event();
 }
 
 void Group::enqueue(Plan plan, Agreement agreement, const std::string& name, Seconds timeout,
@@ -88,10 +88,10 @@ void Group::enqueue(Plan plan, Agreement agreement, const std::string& name, Sec
   recorded_ = recorded_ || recording;
   // Whoever replays a graph orders it, so it does not use events from outside.
   const auto order_next_after = [&] {
-    if (!recording) tail_->follow(*queue);
+    if (!recording) queue->record(*last_end_);
   };
   try {
-    if (!recording) queue->follow(*tail_);
+    if (!recording) queue->wait_for(*last_end_);
     wire_->begin({agreement, calls_++, name, timeout}, *queue);
     try {
       for (int64_t round = 0; round < rounds.count(); ++round)
@@ -119,7 +119,7 @@ void Group::check(bool finish) {
 }
 
 void Group::finish_all() {
-  tail_->synchronize();
+  last_end_->synchronize();
   if (recorded_) device_.synchronize();
 }
 

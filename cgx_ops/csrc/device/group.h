@@ -48,9 +48,9 @@ class Group {
   HostLink& host_;
   std::mutex mutex_;
   std::unique_ptr<Wire> wire_;
-  // Follows every collective, and the next collective follows it, even on the same stream: a handle
+  // The end of the last collective. The next one waits for it, even on the same stream: a handle
   // may denote a thread's own stream, or may have been reused.
-  std::unique_ptr<Queue> tail_;
+  std::unique_ptr<Event> last_end_;
   std::atomic<bool> recorded_ = false;  // whether a collective was captured in a CUDA graph
   std::mutex broken_mutex_;
   std::optional<Failure> broken_;

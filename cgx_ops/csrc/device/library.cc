@@ -130,7 +130,9 @@ class Library final : public Wire, private Lane {
         outgoing_(device.allocate(slot_bytes_ * host.size(), Place::kDevice)),
         arrived_(device.allocate(slot_bytes_ * host.size(), Place::kDevice)),
         fault_(device.allocate(sizeof(uint32_t), Place::kDevice)),
-        queue_(device.make_queue()) {}
+        queue_(device.make_queue()),
+        begin_(device.make_event()),
+        end_(device.make_event()) {}
 
   Fabric& fabric() { return *fabric_; }
 
@@ -145,13 +147,15 @@ class Library final : public Wire, private Lane {
     agree(call);
     title_ = title(call);
     timeout_ = call.timeout;
-    queue_->follow(caller);
+    caller.record(*begin_);
+    queue_->wait_for(*begin_);
     if (fabric_->waits_on_device()) watch_.put_begin(call, *queue_);
   }
   Lane& lane(int64_t) override { return *this; }
   void end(Queue& caller) override {
     if (fabric_->waits_on_device()) watch_.put_end(*queue_);
-    caller.follow(*queue_);
+    queue_->record(*end_);
+    caller.wait_for(*end_);
     if (!refused_) return;
     const Failure first = *failure();
     fail(first.status, first.text);
@@ -235,6 +239,7 @@ class Library final : public Wire, private Lane {
   Watch watch_;
   const Memory outgoing_, arrived_, fault_;
   const std::unique_ptr<Queue> queue_;
+  const std::unique_ptr<Event> begin_, end_;  // of the last collective
   // The collective that is being enqueued:
   std::string title_;
   Seconds timeout_{0};

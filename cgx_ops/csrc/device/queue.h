@@ -15,6 +15,13 @@ namespace cgx::device {
 
 class Fabric;  // device/fabric.h
 
+// A point in the work of a queue that other queues wait for. May be recorded again and again.
+class Event {
+ public:
+  virtual ~Event() = default;
+  virtual void synchronize() = 0;  // blocks until it is reached
+};
+
 // A stream. Functions do not block, and operations run in order. They may throw Error(CGX_SYSTEM).
 class Queue {
  public:
@@ -30,8 +37,10 @@ class Queue {
   virtual void call(void (*work)(void* context), void* context) = 0;
   // Waits until the word, in pinned memory, is at least `value`. The host writes it.
   virtual void wait_for(const uint32_t* word, uint32_t value) = 0;
-  // Makes later work on this queue wait for the current work of `other`.
-  virtual void follow(Queue& other) = 0;
+  // Makes `event` the end of the current work of this queue.
+  virtual void record(Event& event) = 0;
+  // Makes later work wait for the event as it was last recorded. Does nothing if it never was.
+  virtual void wait_for(const Event& event) = 0;
   // Whether all work has ended. Never waits.
   virtual bool idle() = 0;
   virtual void synchronize() = 0;  // blocks until idle()
@@ -60,8 +69,9 @@ class Device {
  public:
   virtual ~Device() = default;
   // "cuda:0".
-  virtual std::string name() const = 0;
+  virtual const std::string& name() const = 0;
   virtual std::unique_ptr<Queue> make_queue() = 0;
+  virtual std::unique_ptr<Event> make_event() = 0;
   // Wraps the caller's stream, which is not destroyed.
   virtual std::unique_ptr<Queue> wrap(void* stream) = 0;
   // Whether the stream is capturing a graph.
@@ -82,7 +92,7 @@ class Device {
   // Whether MPI reports that it can access this device's memory.
   virtual bool reached_by_mpi() = 0;
   // Makes this the thread's current device while the result exists, for libraries that depend on
-  // it.
+  // it. Other functions do so themselves, which costs nothing while the result exists.
   [[nodiscard]] virtual std::shared_ptr<void> make_current() = 0;
   // Makes writes of other devices, such as network cards, to this device's memory visible to later
   // work on its queues. The device must be current.

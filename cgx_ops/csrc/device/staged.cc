@@ -21,6 +21,7 @@ constexpr int64_t kLaneBytes = 32 << 20;  // limit for all slots of a lane toget
 // that disagree may have more relays than their peers, and would wait for these until the deadline.
 class Agreeing {
  public:
+  explicit Agreeing(const Call& call) : call(call) {}
   // Calls start(context), immediately or when the first relay has ended.
   void then(void (*start)(void* context), void* context) {
     {
@@ -42,6 +43,8 @@ class Agreeing {
     for (const auto& [start, context] : ready) start(context);
   }
 
+  const Call call;
+
  private:
   std::mutex mutex_;
   bool over_ = false;
@@ -55,7 +58,6 @@ struct Relaying {
   std::shared_ptr<Agreeing> agreeing;
   bool first;  // of its call
   std::string what;
-  Call call;
   std::unique_ptr<Relay> relay;
   uint32_t* ended;  // counts the lane's relays
 
@@ -68,9 +70,10 @@ struct Relaying {
   static void start(void* context) {
     auto* self = static_cast<Relaying*>(context);
     if (self->failures->first()) return finish(context, CGX_OK, "");  // the collective has failed
+    const Call& call = self->agreeing->call;
     try {
-      self->host.start(std::move(self->relay), self->what, self->call.number, self->call.agreement,
-                       self->call.timeout, finish, context);
+      self->host.start(std::move(self->relay), self->what, call.number, call.agreement,
+                       call.timeout, finish, context);
     } catch (const Error& error) {
       finish(context, error.status(), error.what());
     } catch (const std::exception& error) {
@@ -97,6 +100,7 @@ class StagedLane final : public Lane {
         slot_bytes_(slot_bytes),
         failures_(std::move(failures)),
         queue_(device.make_queue()),
+        end_(device.make_event()),
         outgoing_(device.allocate(slots_bytes(), Place::kDevice)),
         arrived_(device.allocate(slots_bytes(), Place::kDevice)),
         pinned_outgoing_(device.allocate(slots_bytes(), Place::kPinned)),
@@ -104,10 +108,15 @@ class StagedLane final : public Lane {
         ended_(device.allocate(sizeof(uint32_t), Place::kPinned)),
         fault_(device.allocate(sizeof(uint32_t), Place::kDevice)) {}
 
-  void begin(const Call& call, std::shared_ptr<Agreeing> agreeing) {
-    call_ = call;
+  // The first round of a call on this lane waits for `begin`.
+  void begin(std::shared_ptr<Agreeing> agreeing, const Event& begin) {
     agreeing_ = std::move(agreeing);
     exchanges_ = 0;
+    queue_->wait_for(begin);
+  }
+  void end(Queue& caller) {
+    queue_->record(*end_);
+    caller.wait_for(*end_);
   }
 
   Queue& queue() override { return *queue_; }
@@ -143,7 +152,7 @@ class StagedLane final : public Lane {
     const bool first = number_ == 0 && exchanges_ == 0;
     auto relaying = std::make_unique<Relaying>(
         Relaying{host_, failures_, agreeing_, first,
-                 join("relay ", number_, ".", exchanges_++, " of a device"), call_,
+                 join("relay ", number_, ".", exchanges_++, " of a device"),
                  std::make_unique<Relay>(host_.rank(), outgoing, incoming), ended});
     queue_->call(Relaying::begin, relaying.get());
     relaying.release();  // owned by finish() now
@@ -163,11 +172,11 @@ class StagedLane final : public Lane {
   const int64_t slot_bytes_;
   const std::shared_ptr<Failures> failures_;
   const std::unique_ptr<Queue> queue_;
+  const std::unique_ptr<Event> end_;  // of the last call
   const Memory outgoing_, arrived_, pinned_outgoing_, pinned_arrived_;
   const Memory ended_;  // number of ended relays, written by the host
   const Memory fault_;
-  uint32_t relays_ = 0;  // enqueued so far
-  Call call_;
+  uint32_t relays_ = 0;                 // enqueued so far
   std::shared_ptr<Agreeing> agreeing_;  // the call's
   int exchanges_ = 0;                   // of this call
 };
@@ -176,7 +185,8 @@ class Staged final : public Wire {
  public:
   Staged(Device& device, HostLink& host)
       : slot_bytes_(slot_bytes_for(kMostSlotBytes, kLaneBytes, host.size())),
-        failures_(std::make_shared<Failures>(device.allocate(sizeof(uint32_t), Place::kPinned))) {
+        failures_(std::make_shared<Failures>(device.allocate(sizeof(uint32_t), Place::kPinned))),
+        begin_(device.make_event()) {
     for (int number = 0; number < kLanes; ++number)
       lanes_.push_back(std::make_unique<StagedLane>(device, host, number, slot_bytes_, failures_));
   }
@@ -187,15 +197,16 @@ class Staged final : public Wire {
   Regions regions() const override { return {nullptr, 0}; }
 
   void begin(const Call& call, Queue& caller) override {
-    const auto agreeing = std::make_shared<Agreeing>();
-    for (const auto& lane : lanes_) {
-      lane->begin(call, agreeing);
-      lane->queue().follow(caller);
-    }
+    agreeing_ = std::make_shared<Agreeing>(call);
+    used_ = 0;
+    caller.record(*begin_);
   }
-  Lane& lane(int64_t round) override { return *lanes_[round % kLanes]; }
+  Lane& lane(int64_t round) override {
+    if (round == used_ && used_ < kLanes) lanes_[used_++]->begin(agreeing_, *begin_);
+    return *lanes_[round % kLanes];
+  }
   void end(Queue& caller) override {
-    for (const auto& lane : lanes_) caller.follow(lane->queue());
+    for (int lane = 0; lane < used_; ++lane) lanes_[lane]->end(caller);
   }
 
   std::optional<Failure> failure() override { return failures_->first(); }
@@ -205,6 +216,10 @@ class Staged final : public Wire {
   const int64_t slot_bytes_;
   const std::shared_ptr<Failures> failures_;
   std::vector<std::unique_ptr<StagedLane>> lanes_;
+  // The collective that is being enqueued:
+  const std::unique_ptr<Event> begin_;
+  std::shared_ptr<Agreeing> agreeing_;
+  int used_ = 0;  // number of lanes
 };
 
 }  // namespace
