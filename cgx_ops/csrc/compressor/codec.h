@@ -110,6 +110,20 @@ struct DeviceRun {
   Coding coding;
 };
 
+// At most two runs, in order. Not a vector, because a call needs several for each segment.
+class DeviceRuns {
+ public:
+  void add(const DeviceRun& run) { at_[count_++] = run; }
+  size_t size() const { return count_; }
+  const DeviceRun& operator[](size_t i) const { return at_[i]; }
+  const DeviceRun* begin() const { return at_; }
+  const DeviceRun* end() const { return at_ + count_; }
+
+ private:
+  size_t count_ = 0;
+  DeviceRun at_[2] = {};
+};
+
 // The table of codecs. Config checks, make_codec() and `info` use it.
 struct CodecEntry {
   const char* name;
@@ -152,6 +166,6 @@ void check_feedback(std::span<const CodecSettings> stages);
 
 // Returns the runs in which a GPU encodes `numel` values, in order. Throws Error(CGX_UNSUPPORTED),
 // with the reason, if GPUs do not support the codec.
-std::vector<DeviceRun> device_runs(const CodecSettings& settings, int64_t numel);
+DeviceRuns device_runs(const CodecSettings& settings, int64_t numel);
 
 }  // namespace cgx

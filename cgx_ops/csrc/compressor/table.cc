@@ -219,15 +219,16 @@ void check_feedback(std::span<const CodecSettings> stages) {
   }
 }
 
-std::vector<DeviceRun> device_runs(const CodecSettings& settings, int64_t numel) {
+DeviceRuns device_runs(const CodecSettings& settings, int64_t numel) {
   const CodecEntry& entry = codec_entry(settings);
   require(entry.device_coding, CGX_UNSUPPORTED, "compressor='", entry.name,
           "' is not supported on GPUs: ", entry.why_not);
   Coding coding = entry.device_coding(settings);
   const bool has_buckets = coding.density != 0 || coding.bits <= 8;
+  DeviceRuns runs;
   if (!has_buckets) {
-    if (numel == 0) return {};
-    return {{0, numel, coding}};
+    if (numel > 0) runs.add({0, numel, coding});
+    return runs;
   }
   const bool whole = coding.density != 0 || settings.rotation != 0;
   require(
@@ -236,9 +237,8 @@ std::vector<DeviceRun> device_runs(const CodecSettings& settings, int64_t numel)
       " values: on GPUs such buckets must fit shared memory, so use at most ", kMostWholeOnDevices);
   coding.rotation_log = static_cast<uint8_t>(std::bit_width(unsigned(settings.rotation | 1)) - 1);
   const int64_t exact = settings.skip_incomplete_buckets ? numel % settings.bucket_size : 0;
-  std::vector<DeviceRun> runs;
-  if (exact < numel) runs.push_back({0, numel - exact, coding});
-  if (exact > 0) runs.push_back({numel - exact, exact, {}});
+  if (exact < numel) runs.add({0, numel - exact, coding});
+  if (exact > 0) runs.add({numel - exact, exact, {}});
   return runs;
 }
 
