@@ -58,7 +58,8 @@ void test_addresses() {
   fails(CGX_INVALID_ARGUMENT, {"has been freed"}, [&] { device_of(freed); });
 }
 
-// A thread that has not used CUDA still has no current context after a call.
+// A thread that has not used CUDA still has no current context after a call. Calls within
+// make_current() use its context and leave it current.
 void test_caller_keeps_its_device() {
   PFN_cuCtxGetCurrent_v4000 get_current = nullptr;
   cudaDriverEntryPointQueryResult found{};
@@ -75,6 +76,12 @@ void test_caller_keeps_its_device() {
     memory.reset();
     fails(CGX_INVALID_ARGUMENT, {}, [&] { device_of(&context); });
     CHECK(get_current(&context) == CUDA_SUCCESS && !context, "the call left a current context");
+    auto current = gpu().make_current();
+    gpu().make_queue()->synchronize();
+    CHECK(get_current(&context) == CUDA_SUCCESS && context == gpu().context(),
+          "a call within make_current() changed the context");
+    current.reset();
+    CHECK(get_current(&context) == CUDA_SUCCESS && !context, "make_current() left a context");
   }).join();
 }
 
@@ -101,7 +108,8 @@ void test_other_device() {
     std::printf("skipped: %s\n", error.what());
     return;
   }
-  const auto queue = gpu().make_queue();
+  const auto ours = gpu().make_current(), inner = other.make_current();
+  const auto queue = gpu().make_queue();  // makes the first device current again
   queue->copy(opened->get(), from.get(), kBytes);
   queue->synchronize();
   check_filled(fetch(theirs.get()), 11);

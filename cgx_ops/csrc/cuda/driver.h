@@ -32,7 +32,8 @@ const Driver& driver();
 // start a context on the device that it restores.
 //
 // Does nothing within another Current of the same context on this thread. So a function that makes
-// many CUDA calls creates one, and those within are free.
+// many CUDA calls creates one, and those within are free. Libraries that are called within it must
+// restore the context, as NCCL and MPI do.
 class Current {
  public:
   explicit Current(CUcontext context);
