@@ -42,8 +42,7 @@ void many_in_flight_on_several_streams() {
 
 // ---- 3. host cost --------------------------------------------------------------------------
 
-// Each operation is a CUDA call, which takes the host about 1 us, and a kernel launch more.
-// Switching to the device takes four more calls.
+// Each operation and each checked address is a CUDA call. Making the device current takes four.
 void calls_need_few_operations() {
   struct Row {
     const char* type;
@@ -59,14 +58,19 @@ void calls_need_few_operations() {
     job.run([&](int rank) {
       FakeQueue stream(rank);
       FakeDevice& device = *job.devices[rank];
-      Rank call({.algorithm = row.algorithm}, rank, job.size());
-      call.enqueue(*job.communicators[rank], device, stream);  // connects
-      FakeQueue::operations = device.times_current = 0;
-      call.enqueue(*job.communicators[rank], device, stream);
-      CHECK(FakeQueue::operations == row.operations && device.times_current == 1,
-            "%s, algorithm %d: %d operations, current %d times", row.type, row.algorithm,
-            FakeQueue::operations, device.times_current.load());
-      job.communicators[rank]->check_devices(true);
+      Rank first({}, rank, job.size());
+      first.enqueue(*job.communicators[rank], device, stream);  // connects
+      for (const bool in_place : {false, true}) {
+        Rank call({.algorithm = row.algorithm, .in_place = in_place}, rank, job.size());
+        FakeQueue::operations = device.times_current = device.addresses_checked = 0;
+        call.enqueue(*job.communicators[rank], device, stream);
+        CHECK(FakeQueue::operations == row.operations && device.times_current == 1 &&
+                  device.addresses_checked == (in_place ? 1 : 2),
+              "%s, algorithm %d: %d operations, current %d times, %d addresses", row.type,
+              row.algorithm, FakeQueue::operations, device.times_current.load(),
+              device.addresses_checked.load());
+        job.communicators[rank]->check_devices(true);
+      }
     });
   }
 }

@@ -505,11 +505,12 @@ class FakeDevice final : public Device {
     ++flushes;
   }
   void check_address(const void* address, const BufferName& what) override {
+    ++addresses_checked;
     require(address != freed, CGX_INVALID_ARGUMENT, what, " has been freed");
   }
 
   std::atomic<bool> is_recording = false, reaches_peers = true, is_reached_by_mpi = false;
-  std::atomic<int> times_current = 0, flushes = 0;
+  std::atomic<int> times_current = 0, flushes = 0, addresses_checked = 0;
   const void* freed = nullptr;
   std::atomic<size_t> memory_left = std::numeric_limits<size_t>::max();
   FakeFabricFaults fabric;
