@@ -60,7 +60,7 @@ class Runs {
  private:
   const int64_t at_;
   const SlicedCodec& codec_;
-  const std::vector<DeviceRun> runs_;
+  const DeviceRuns runs_;
 };
 
 // Calls add(piece, first) for each run of a CPU piece, which begins at its element `first`. In the
