@@ -18,6 +18,8 @@ CGX_LANE void encode(Group& group, std::byte* noise, const Encode& launch, const
   }
   for_tiles<kLanes>(
       launch, work, first, step, [&](const Piece& piece, const Tiling<kLanes>& tiling) {
+        // The noise of another piece, in the same memory, has been read.
+        if constexpr (kNoisy) group.synchronize(kPairLanes);
         auto input = columns_of<Value, kChunk>(group, piece.values, tiling);
         Output<Value, kBits, kChunk, Group> output{
             .records = record_columns_of<kBits, kChunk>(group, piece.message + place.write, tiling),

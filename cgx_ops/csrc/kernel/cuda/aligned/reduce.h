@@ -47,6 +47,8 @@ CGX_LANE void reduce(Group& group, ReduceMemory<kNoisy>* memory, const Reduce& l
   }
   for_tiles<kLanes>(
       launch, work, first, step, [&](const Piece& piece, const Tiling<kLanes>& tiling) {
+        // The noise of another piece, in the same memory, has been read.
+        if constexpr (kNoisy) group.synchronize(kPairLanes);
         auto messages = record_columns_of<kBits, kChunk>(group, piece.message + place.read, tiling);
         auto values = columns_of<Value, kChunk>(group, piece.values, tiling);
         auto result = columns_of<Value, kChunk>(group, piece.result, tiling);
