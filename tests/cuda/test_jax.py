@@ -210,7 +210,7 @@ def test_handlers(check: RankCheck, handlers_on_cpu: Path) -> None:
 
 def on(ranks: int, wire: str, *names: str, kills: bool = False) -> Launch:
     return Launch(
-        ranks, PROGRAM, *names, names=NAMES, by=on_one_gpu, wire=wire, kills=kills, timeout=300
+        ranks, PROGRAM, *names, names=NAMES, by=on_one_gpu, wire=wire, kills=kills, timeout=150
     )
 
 

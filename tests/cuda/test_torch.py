@@ -1,7 +1,7 @@
 """torch.ops.cgx and the backend "cgx" on CUDA tensors.
 
 Without a GPU: which operators have kernels, and shapes, graphs and errors with fake CUDA tensors.
-With a GPU: the checks of the rank program.
+With a GPU, or a stand-in for it: the checks of the rank program.
 """
 
 import datetime
@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support import torch_cases as tc
-from support.cuda_cases import WIRES, needs_torch_gpu, on_one_gpu
+from support.cuda_cases import WIRES, needs_torch_gpu, on_one_gpu, without_gpu
 from support.rank_checks import Launch, RankCheck, listed, rank_checks
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -39,11 +39,12 @@ CARRIED = ["carried", "carried_refusals", "carried_on_streams", "carried_hook"]
 
 PROGRAM = "run_cuda_torch.py"
 NAMES = listed(PROGRAM)
-CASES = ["values", "lists", "layouts", "in_place", "gradients", "streams", "works", "backend_calls"]
-CASES += ["compressed_operations", "data_parallel", "sharded", "operators"]
+CASES = ["values", "lists", "several_devices", "layouts", "in_place", "gradients", "streams"]
+CASES += ["waits", "works", "backend_calls", "compressed_operations", "data_parallel", "sharded"]
+CASES += ["operators"]
 
 
-def on(n: int, wire: str, *names: str, timeout: float = 300) -> Launch:
+def on(n: int, wire: str, *names: str, timeout: float = 130) -> Launch:
     return Launch(n, PROGRAM, *names, names=NAMES, by=on_one_gpu, wire=wire, timeout=timeout)
 
 
@@ -52,12 +53,31 @@ def on(n: int, wire: str, *names: str, timeout: float = 300) -> Launch:
     *(on(n, wire, *CASES) for n in (2, 4) for wire in WIRES),
     on(2, "SHM", "recorded"),
     on(2, "MPI", "recording_refused"),
-    on(2, "SHM", "compiled", "compiled_and_recorded", timeout=600),
+    on(2, "SHM", "compiled", "compiled_and_recorded", timeout=150),
     *(on(3, wire, "late_rank", "mismatch") for wire in WIRES),
     *(on(n, "SHM", *CARRIED) for n in (2, 3)),
     on(2, "SHM", "carried_and_compiled", timeout=600),
 )
 def test_on_a_gpu(check: RankCheck) -> None:
+    check.passes()
+
+
+# ---- With a stand-in for a GPU: support/no_gpu.py ------------------------------------------------
+
+# Checks that need a GPU, and why.
+NEED_GPU = {
+    "several_devices": "all tensors are on the CPU",
+    "waits": "calls have ended when they return",
+    "recorded": "graphs do not record calls of torch.distributed",
+    "recording_refused": "graphs are always recorded",
+    "late_rank": "operators raise at the call",
+    "mismatch": "operators raise at the call",
+}
+ELSEWHERE = [name for name in NAMES if name not in NEED_GPU]
+
+
+@rank_checks(Launch(2, PROGRAM, *ELSEWHERE, names=NAMES, by=without_gpu))
+def test_with_a_stand_in(check: RankCheck) -> None:
     check.passes()
 
 

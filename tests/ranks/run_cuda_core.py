@@ -41,6 +41,7 @@ from support.cuda_core import (
     check,
     differs,
     enqueue,
+    to_gpu,
 )
 
 import cgx_ops
@@ -94,7 +95,7 @@ def results(comm: Communicator, sets: list[str]) -> Finding:
 
 
 # Layers of a DDP bucket: numel, bits, bucket_size.
-LAYERS = ((700, 4, 512), (9, 4, 512), (0, 4, 512), (100_003, 8, 64), (5000, 32, 1), (2048, 1, 128))
+LAYERS = ((700, 4, 512), (9, 4, 512), (0, 4, 512), (100_003, 8, 64), (5000, 32, 1), (2048, 2, 128))
 
 
 def layers(comm: Communicator, dtype: str, options: dict[str, Any], where: str) -> list[bytes]:
@@ -120,11 +121,11 @@ def layers(comm: Communicator, dtype: str, options: dict[str, Any], where: str) 
         ("inputs", "outputs", "residuals"), on_gpu, (xs, ys, lost), strict=True
     ):
         setattr(collective, name, pointers([v.address for v in values], arrays))
-    held = torch.from_numpy(seeds).cuda()
+    held = Values(seeds)
     if where == "gpu":
         collective.seeds = (c_int64 * len(LAYERS))(*seeds)
     else:
-        collective.device_seeds = held.data_ptr()
+        collective.device_seeds = held.address
     enqueue(collective, None, None)
     found = [v.array().tobytes() for v in on_gpu[1] + on_gpu[2]]
     check(comm)
@@ -150,7 +151,7 @@ def codec(_comm: Communicator) -> Finding:
             first_index=1024,
             stream=torch.cuda.current_stream().cuda_stream,
         )
-        count = c_int64()
+        count, written = c_int64(), c_int64()
         library.call("cgx_encoded_bytes", byref(native), size, byref(count))
         x = np.random.default_rng(bits).standard_normal((3, size)).astype(np.float32)
         x = x.astype(collective_cases.DTYPES[dtype])
@@ -162,10 +163,13 @@ def codec(_comm: Communicator) -> Finding:
             decoded, total = place(np.zeros_like(x[0])), place(np.zeros(count.value, np.uint8))
             for row, value in enumerate(values):
                 at = messages.address + row * count.value
-                library.call("cgx_quantize", byref(native), value.address, size, at)
+                arguments = (value.address, size, at, byref(written))
+                library.call("cgx_quantize", byref(native), *arguments)
+                assert written.value == count.value
             every = (messages.address, 3, count.value, size, total.address)
             library.call("cgx_sum_encoded", byref(native), *every)
-            library.call("cgx_dequantize", byref(native), total.address, size, decoded.address)
+            arguments = (total.address, count.value, size, decoded.address)
+            library.call("cgx_dequantize", byref(native), *arguments)
             found.append([held.array().tobytes() for held in (messages, total, decoded)])
         if found[0] != found[1]:
             wrong.append(f"{size} {dtype}, {bits} bits, {rounding}")
@@ -338,6 +342,9 @@ def main() -> None:
 
         def on_thread(_rank: int, comm: Communicator) -> Finding:
             with torch.cuda.stream(torch.cuda.Stream()):
+                # All ranks allocate pinned memory before one waits for others on the GPU.
+                to_gpu(np.zeros(1))
+                comm.allreduce(np.zeros(1, np.float32))
                 return options.run(comm)
 
         for found in launch.threads(threads, on_thread, timeout=600):

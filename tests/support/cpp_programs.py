@@ -33,6 +33,11 @@ def run(*command: object, timeout: float = 800) -> str:
     return said
 
 
+def built(*programs: str) -> Path:
+    """Return the folder of these programs; build them if one is missing."""
+    return BUILD if all((BUILD / each).exists() for each in programs) else build(*programs)
+
+
 def build(*targets: str) -> Path:
     """Build these targets (default: all) and return their folder."""
     assert BUILD.exists(), f"{BUILD} is missing: build with pip install --no-build-isolation -e ."

@@ -1,8 +1,8 @@
 """Helpers of CUDA tests: detection of a GPU, sizes and dtypes, and several ranks on one GPU.
 
 Tests that need a GPU are marked needs_gpu, and needs_torch_gpu or needs_jax_gpu if they need that
-framework. Without a GPU they are skipped with a reason. `make gpu` sets CGX_REQUIRE_GPU=1: no test
-is skipped then, so a missing GPU is a failure. The detection imports neither torch nor jax.
+framework. tests/cuda/conftest.py skips them without a GPU. `make gpu` sets CGX_REQUIRE_GPU=1: no
+test is skipped then, so a missing GPU is a failure. The detection imports neither torch nor jax.
 """
 
 import importlib.metadata
@@ -11,6 +11,7 @@ import os
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -51,14 +52,12 @@ def missing_jax_gpu() -> str:
     return missing_gpu()
 
 
-def _needs(missing: Callable[[], str]) -> pytest.MarkDecorator:
-    reason = missing()
-    return pytest.mark.skipif(bool(reason) and not REQUIRED, reason=reason)
-
-
-needs_gpu = _needs(missing_gpu)
-needs_torch_gpu = _needs(missing_torch_gpu)
-needs_jax_gpu = _needs(missing_jax_gpu)
+MISSING: dict[str, Callable[[], str]] = {
+    "": missing_gpu,
+    "torch": missing_torch_gpu,
+    "jax": missing_jax_gpu,
+}
+needs_gpu, needs_torch_gpu, needs_jax_gpu = (pytest.mark.gpu(name) for name in MISSING)
 
 # ---- Programs on the GPU -------------------------------------------------------------------------
 
@@ -68,6 +67,22 @@ BITS = (*range(1, 9), 32)
 ROUNDINGS = ("nearest", "stochastic", "shift")
 # COMMUNICATOR_TYPE, and the resulting transport between GPUs.
 WIRES = {"SHM": "direct", "MPI": "staged"}
+# Parts of error texts that rank programs wait for, each in a literal of a source file.
+CLOSED, CAPTURING, NOT_ENDED = "closed for GPUs", "capturing a CUDA graph", " ms given to wait"
+# Errors of bad calls: type, part of the text, and its source file below cgx_ops/csrc.
+BAD_CALLS = {
+    "input on the host": ("InvalidArgument", "is in host memory", "cuda/device.cc"),
+    "output on the host": ("InvalidArgument", "is in host memory", "cuda/device.cc"),
+    "freed": ("InvalidArgument", "has been freed", "cuda/device.cc"),
+    "null": ("InvalidArgument", "input", "plan.cc"),
+    "ring": ("Unsupported", "one_shot and sra", "communicator.cc"),
+    "bits": ("InvalidArgument", "bits", "config.cc"),
+    "cgx_run of a GPU's memory": ("InvalidArgument", "use cgx_enqueue", "communicator.cc"),
+    "cgx_enqueue for the CPU": ("InvalidArgument", "use cgx_start or cgx_run", "communicator.cc"),
+    "another device": ("InvalidArgument", " is on cuda:", "cuda/device.cc"),
+}
+
+mps = ""  # the folder of NVIDIA's MPS; tests/cuda/conftest.py sets it
 
 
 def on_one_gpu(
@@ -75,8 +90,9 @@ def on_one_gpu(
     program: str,
     *args: object,
     wire: str = "SHM",
-    timeout: float = 300,
+    timeout: float = 100,
     kills: bool = False,
+    shares: bool = True,
 ) -> list[str]:
     """Run tests/ranks/<program> on n ranks that share the first GPU; return their outputs.
 
@@ -87,10 +103,24 @@ def on_one_gpu(
         wire: COMMUNICATOR_TYPE: one of WIRES, or "AUTO".
         timeout: seconds until everything is killed.
         kills: whether a rank will die; the others continue.
+        shares: whether to use MPS if it runs: a rank that dies may end its other clients.
     """
-    # By default JAX would allocate three quarters of the GPU's memory for each rank.
-    env = {"COMMUNICATOR_TYPE": wire, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    env = {
+        "COMMUNICATOR_TYPE": wire,
+        # The host waits for the GPU when a kernel is loaded.
+        "CUDA_MODULE_LOADING": "EAGER",
+        # By default JAX would allocate three quarters of the GPU's memory for each rank.
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+    }
+    if mps and shares and not kills:
+        env["CUDA_MPS_PIPE_DIRECTORY"] = mps
     survive = ("--with-ft", "ulfm") if kills else ()
     return launch.mpirun(
         n, program, *args, env=env, timeout=timeout, mpirun_args=survive, check=not kills
     )
+
+
+def without_gpu(n: int, program: str, *args: object, **options: Any) -> list[str]:
+    """Run tests/ranks/<program> on n ranks with the stand-in for a GPU (no_gpu.py)."""
+    path = Path(__file__).parents[1] / "ranks" / program
+    return launch.mpirun(n, "run_without_gpu.py", path, *args, **options)

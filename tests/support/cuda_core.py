@@ -2,9 +2,14 @@
 
 OnGpu       a Communicator whose collectives of numpy arrays run on the GPU
     allreduce   of torch tensors, on the current stream; returns immediately
+
+Copies go through pinned memory. The driver holds a lock while it copies pageable memory and waits
+for the stream: a rank that is another thread of this process could not start its part of a
+collective, for which that stream may wait.
 """
 
 import itertools
+import threading
 from ctypes import byref
 from typing import Any
 
@@ -24,6 +29,45 @@ _GUARD = 128  # bytes on each side of a buffer: the alignment of the widest stor
 _PATTERN = 0xA5
 
 
+class _Pinned(threading.local):
+    """Pinned memory of a thread. Its allocation may wait for the GPU, so it is used again."""
+
+    def __init__(self) -> None:
+        self._held = torch.empty(2**25, dtype=torch.uint8, pin_memory=True)
+
+    def of(self, nbytes: int) -> torch.Tensor:
+        if self._held.numel() < nbytes:
+            self._held = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        return self._held[:nbytes]
+
+
+_pinned = _Pinned()
+
+
+def to_gpu(array: npt.NDArray[Any]) -> torch.Tensor:
+    """Return the bytes of a contiguous array in the GPU's memory."""
+    staged = _pinned.of(array.nbytes)
+    staged.numpy()[:] = array.reshape(-1).view(np.uint8)
+    held = staged.to("cuda", non_blocking=True)
+    wait()
+    return held
+
+
+def to_host(x: torch.Tensor) -> npt.NDArray[np.uint8]:
+    """Wait for the current stream, and return the bytes of a contiguous tensor."""
+    staged = _pinned.of(x.nbytes)
+    staged.copy_(x.view(-1).view(torch.uint8), non_blocking=True)
+    wait()
+    return staged.numpy().copy()
+
+
+def wait() -> None:
+    """Wait for the current stream."""
+    end = torch.cuda.Event()
+    end.record()
+    end.synchronize()
+
+
 class Values:
     """A copy of an array in the GPU's memory, between guard bytes.
 
@@ -38,7 +82,7 @@ class Values:
         held = np.full(self._at.stop + _GUARD, _PATTERN, np.uint8)
         held[self._at] = array.reshape(-1).view(np.uint8)
         self._shape, self._dtype = array.shape, array.dtype
-        self._held = torch.from_numpy(held).cuda()
+        self._held = to_gpu(held)
 
     @property
     def address(self) -> int:
@@ -46,7 +90,7 @@ class Values:
 
     def array(self) -> npt.NDArray[Any]:
         """Wait for the current stream, check the guards, and return the values."""
-        held = self._held.cpu().numpy()
+        held = to_host(self._held)
         outside = np.concatenate([held[: self._at.start], held[self._at.stop :]])
         assert (outside == _PATTERN).all(), "bytes beside the buffer were written"
         return held[self._at].copy().view(self._dtype).reshape(self._shape)
@@ -63,7 +107,6 @@ class OnGpu(Communicator):
         block: int,
         out: npt.NDArray[Any] | None,
         residual: npt.NDArray[Any] | None = None,
-        asked: Config | None = None,
     ) -> npt.NDArray[Any]:
         assert residual is None, "run_cuda_core.py tests residuals"
         collective, result, *_ = call.prepare(*self._place(), source, shape, block, out)
@@ -113,4 +156,4 @@ def check(comm: Communicator, *, finish: bool = False) -> None:
 
 def differs(y: torch.Tensor, want: np.ndarray) -> bool:
     """Wait for the current stream and compare bits."""
-    return y.cpu().numpy().tobytes() != want.tobytes()
+    return to_host(y).tobytes() != want.tobytes()
