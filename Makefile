@@ -144,22 +144,42 @@ fuzz: .venv/.ready
 neon: $(BUILT)
 	$(BIN)/python -m pytest tests/cpp/test_neon.py
 
-# With a GPU: the CUDA tests, then the benchmarks, which write the tables of
-# docs/explanation/gpu.md. They use the packages of PYTHON, not .venv, and no network.
-.PHONY: gpu gpu-test gpu-bench gpu-build
-gpu: gpu-test gpu-bench
-
-gpu-test gpu-bench: export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
-gpu-test: gpu-build
-	CGX_REQUIRE_GPU=1 $(PYTHON) -m pytest tests/cuda
-
-gpu-bench: gpu-build
-	$(PYTHON) benchmarks/gpu.py
+# With a GPU: build, then the CUDA tests, then the benchmarks, which write the tables of
+# docs/explanation/gpu.md. They use the packages of PYTHON, not .venv, and no network. gpu-test and
+# gpu-bench build nothing: on another machine, copy cgx_ops/*.so, cgx_ops/_build.json and the
+# programs build/cmake/cuda_*_test.
+GPU_PARTS ?= 8
+GPU_PART_NUMBERS := $(shell seq $(GPU_PARTS))
+GPU_PYTEST = $(PYTHON) -m pytest tests/cuda --durations=8
+.PHONY: gpu gpu-build gpu-test gpu-parts gpu-bench
+gpu: gpu-build
+	$(MAKE) --keep-going gpu-test gpu-bench
 
 gpu-build:
 	@$(PYTHON) benchmarks/gpu_present.py
 	CGX_WITH=torch,jax,cuda $(PYTHON) setup.py --quiet build_ext --inplace
+	PYTHONPATH=tests:. $(PYTHON) -c "from support import cpp_programs as c; c.build(*c.cuda_tests())"
 	rm -f $(DEMO_BUILT)*  # the build for .venv is outdated now
+
+gpu-test gpu-bench: export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
+gpu-test: export CGX_REQUIRE_GPU := 1
+# Parts share the GPU under MPS. A part that is late ends after its current test, with a summary.
+gpu-test:
+	@$(PYTHON) benchmarks/gpu_present.py
+	@echo "$(GPU_PARTS) parts of the tests run in parallel; each is shown at its end."
+	@status=0; \
+	$(PYTHON) benchmarks/gpu_mps.py $(MAKE) --no-print-directory --jobs=$(GPU_PARTS) --keep-going \
+	  --output-sync=target gpu-parts || status=1; \
+	$(GPU_PYTEST) -m alone || status=1; exit $$status
+
+gpu-parts: $(GPU_PART_NUMBERS:%=gpu-part-%)
+
+gpu-part-%:
+	$(GPU_PYTEST) -m "gpu and not alone and not exhaustive" --part $*/$(GPU_PARTS) \
+	  --session-timeout=170
+
+gpu-bench:
+	$(PYTHON) benchmarks/gpu.py $(if $(TINY),--tiny)
 
 # ---- Set-up --------------------------------------------------------------------------------------
 

@@ -1,14 +1,15 @@
 """Shared by the GPU benchmarks: calls of libcgx on torch's tensors, and a description of the GPU.
 
-Calls are made ready once and then repeated, as a binding written in C++ would: what remains of
-Python is one call of ctypes.
+Calls are prepared once and then repeated, as a binding written in C++ would: what remains of Python
+is one call of ctypes.
 """
 
 from collections.abc import Callable
-from ctypes import byref, c_int64
+from ctypes import byref, c_int32, c_int64, pointer
 from dataclasses import dataclass
 from typing import Any
 
+import gpu_mps
 import torch
 
 from cgx_ops import Communicator, Config
@@ -17,7 +18,7 @@ from cgx_ops._core.call import Call
 
 CUDA = 1  # cgx_device_t
 
-Enqueue = Callable[[], object]  # puts something on the stream that was current when it was made
+Enqueue = Callable[[], object]  # puts work on the stream that was current when it was made
 
 
 @dataclass(frozen=True)
@@ -25,8 +26,8 @@ class Ready:
     """A call of libcgx with its arguments; it holds the tensors that these point to."""
 
     function: str
-    struct: structs.Collective | structs.Codec
-    arguments: tuple[int, ...]
+    struct: structs.Collective | structs.Codec | structs.Carried
+    arguments: tuple[int | None, ...]
     tensors: tuple[torch.Tensor, ...]
 
     def __call__(self) -> None:
@@ -45,17 +46,14 @@ def dtype_code(dtype: torch.dtype) -> int:
 
 def allreduce(comm: Communicator, x: torch.Tensor, y: torch.Tensor, config: Config) -> Enqueue:
     """Return an allreduce of x into y."""
+    return Ready("cgx_enqueue", _collective(comm.id, x, y.data_ptr(), config), (), (x, y))
+
+
+def _collective(comm: int, x: torch.Tensor, result: int, config: Config) -> structs.Collective:
     call = Call("allreduce", "sum", config, "", None, 1, None)
-    collective = call.collective(
-        comm.id, dtype_code(x.dtype), x.data_ptr(), y.data_ptr(), x.numel()
-    )
+    collective = call.collective(comm, dtype_code(x.dtype), x.data_ptr(), result, x.numel())
     collective.device, collective.stream = CUDA, stream()
-    return Ready("cgx_enqueue", collective, (), (x, y))
-
-
-def wire(comm: Communicator) -> str:
-    """Return how the ranks' GPUs are connected, "direct" or "staged"; "" before the first call."""
-    return library.text(comm._info().wire)
+    return collective
 
 
 class Codec:
@@ -76,11 +74,11 @@ class Codec:
         return count.value
 
     def quantize(self, values: torch.Tensor, message: torch.Tensor) -> Enqueue:
-        arguments = values.data_ptr(), values.numel(), message.data_ptr()
+        arguments = values.data_ptr(), values.numel(), message.data_ptr(), None
         return Ready("cgx_quantize", self.codec, arguments, (values, message))
 
     def dequantize(self, message: torch.Tensor, values: torch.Tensor) -> Enqueue:
-        arguments = message.data_ptr(), values.numel(), values.data_ptr()
+        arguments = message.data_ptr(), message.nbytes, values.numel(), values.data_ptr()
         return Ready("cgx_dequantize", self.codec, arguments, (message, values))
 
     def reduce(self, messages: torch.Tensor, numel: int, reduced: torch.Tensor) -> Enqueue:
@@ -88,6 +86,46 @@ class Codec:
         rows = messages.data_ptr(), messages.shape[0], messages.stride(0)
         arguments = (*rows, numel, reduced.data_ptr())
         return Ready("cgx_sum_encoded", self.codec, arguments, (messages, reduced))
+
+
+class Owner:
+    """The owner of a shard in sra: it adds the messages of the others to its own values.
+
+    Args:
+        size: ranks; this is rank 0.
+        numel: values of a shard.
+        dtype: of the values.
+        config: of the messages.
+    """
+
+    def __init__(self, size: int, numel: int, dtype: torch.dtype, config: Config) -> None:
+        self._values = torch.randn(size * numel, device="cuda", dtype=dtype)
+        self._calls = [_collective(-1, self._values, 0, config) for _ in range(size)]
+        self._ranks = [
+            structs.Carried(rank=rank, size=size, call=pointer(call))
+            for rank, call in enumerate(self._calls)
+        ]
+        scatter, gather = ((c_int64 * size)() for _ in range(2))
+        plan = byref(self._ranks[0]), byref(c_int32()), scatter, gather
+        library.call("cgx_carried_plan", *plan)
+        self._reduced = torch.empty(gather[0], dtype=torch.uint8, device="cuda")
+        # The messages of another rank to all: that to rank 0 comes first.
+        library.call("cgx_carried_plan", byref(self._ranks[1]), *plan[1:])
+        sent = torch.empty(sum(scatter), dtype=torch.uint8, device="cuda")
+        Ready("cgx_carried_encode", self._ranks[1], (sent.data_ptr(), sent.nbytes), (sent,))()
+        self._arrived = sent[: scatter[0]].repeat(size - 1)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of this rank's values, the arrived messages and the result."""
+        own = self._values.nbytes // len(self._ranks)
+        return own + self._arrived.nbytes + self._reduced.nbytes
+
+    def reduce(self) -> Enqueue:
+        arrived, reduced = self._arrived, self._reduced
+        arguments = arrived.data_ptr(), arrived.nbytes, reduced.data_ptr(), reduced.nbytes
+        tensors = self._values, arrived, reduced
+        return Ready("cgx_carried_reduce", self._ranks[0], arguments, tensors)
 
 
 def settings() -> dict[str, Any]:
@@ -98,4 +136,5 @@ def settings() -> dict[str, Any]:
         "gpus": torch.cuda.device_count(),
         "driver": cuda["driver"],
         "toolkit": cuda["built"],
+        "mps": gpu_mps.running(),
     }

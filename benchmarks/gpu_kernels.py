@@ -4,7 +4,9 @@
 
     quantize     values -> message
     dequantize   message -> values
-    sum of 8     8 messages -> the message of their sum: what the owner of a shard does
+    sum of N     N messages -> the message of their sum
+    own + 2      values and 2 messages -> the message of their sum: the owner of a shard in sra, with
+                 3 ranks (cgx_carried_reduce)
     torch        the quantizer of 4 bits that one writes in PyTorch, compiled: values -> the same
                  numbers (minimum, step, levels in pairs), in three tensors
 
@@ -13,12 +15,13 @@ The copy is torch's, of the values, on the device.
 """
 
 import argparse
+import itertools
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 import gpu_calls
 import torch
-from gpu_calls import Codec, Enqueue
+from gpu_calls import Codec, Enqueue, Owner
 
 from cgx_ops import Config
 from cgx_ops._core.table import Table
@@ -27,11 +30,12 @@ from cgx_ops.bench.measure import Summary
 from cgx_ops.bench.report import Report
 
 NUMEL = 2**28  # 1 GiB of fp32
-BITS = range(1, 9)
+TINY = 2**14  # with --tiny
+BITS = (2, 4, 8)
 BUCKET = 512
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-COPY, TORCH = "copy", "torch"
-MESSAGES = 8
+COPY, TORCH, OWNER = "copy", "torch", "own + 2"
+MESSAGES = (8, 2)
 _CALLS, _ROUNDS = 3, 15
 _HEAD_START = 500_000  # cycles in which the host puts a sample's calls on the stream
 
@@ -42,7 +46,7 @@ class Kernel:
 
     Attributes:
         dtype: of the values: of DTYPES.
-        operation: COPY, "quantize", "dequantize", "sum of 8" or TORCH.
+        operation: as in the table at the top.
         bits: of a value in a message; 32 for a copy.
         rounding: "-" where nothing is rounded.
     """
@@ -100,7 +104,7 @@ def kernels(dtype: str, numel: int) -> dict[Kernel, tuple[int, Enqueue]]:
             for rounding in ("nearest", "stochastic")
         }
         size = codecs["nearest"].encoded_bytes(numel)
-        messages = torch.empty((MESSAGES, size), dtype=torch.uint8, device="cuda")
+        messages = torch.empty((max(MESSAGES), size), dtype=torch.uint8, device="cuda")
         message = torch.empty(size, dtype=torch.uint8, device="cuda")
         for row in messages:
             codecs["nearest"].quantize(values, row)()
@@ -109,14 +113,18 @@ def kernels(dtype: str, numel: int) -> dict[Kernel, tuple[int, Enqueue]]:
                 values.nbytes + size,
                 codec.quantize(values, message),
             )
-            found[Kernel(dtype, f"sum of {MESSAGES}", bits, rounding)] = (
-                (MESSAGES + 1) * size,
-                codec.reduce(messages, numel, message),
+        for count, (rounding, codec) in itertools.product(MESSAGES, codecs.items()):
+            found[Kernel(dtype, f"sum of {count}", bits, rounding)] = (
+                (count + 1) * size,
+                codec.reduce(messages[:count], numel, message),
             )
         found[Kernel(dtype, "dequantize", bits, "-")] = (
             size + values.nbytes,
             codecs["nearest"].dequantize(messages[0], other),
         )
+    config = Config(bits=4, bucket_size=BUCKET, rounding="nearest", algorithm="sra")
+    owner = Owner(3, numel, values.dtype, config)
+    found[Kernel(dtype, OWNER, 4, "nearest")] = owner.bytes, owner.reduce()
     buckets = values.view(-1, BUCKET)
     compiled = torch.compile(quantize_in_torch, fullgraph=True, dynamic=False)
     moved = found[Kernel(dtype, "quantize", 4, "nearest")][0]
@@ -197,18 +205,19 @@ def table_of(results: list[Result], gpu: str) -> Table:
 def main() -> None:
     parser = argparse.ArgumentParser(description="The kernels on one GPU, beside a copy")
     parser.add_argument("--numel", type=int, default=NUMEL, help=f"values (default {NUMEL})")
-    parser.add_argument("--rounds", type=int, default=_ROUNDS)
+    parser.add_argument("--tiny", action="store_true", help="check only that everything runs")
     parser.add_argument("--json", metavar="FILE", help="also write the results there")
     options = parser.parse_args()
+    numel, rounds = (TINY, 1) if options.tiny else (options.numel, _ROUNDS)
     results: list[Result] = []
     for dtype in DTYPES:
-        results += measure(kernels(dtype, options.numel), options.rounds)
+        results += measure(kernels(dtype, numel), rounds)
         torch.cuda.empty_cache()
     found = gpu_calls.settings()
     table = table_of(results, found["gpu"])
     table.print()
     if options.json:
-        report = Report("gpu kernels", {**found, "numel": options.numel},
+        report = Report("gpu kernels", {**found, "numel": numel},
                         [asdict(each) for each in results], [table])  # fmt: skip
         report.write(options.json)
 

@@ -15,6 +15,7 @@ import shlex
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -163,10 +164,11 @@ PARTS: dict[str, tuple[Run, ...]] = {
 }
 
 
-def run(one: Run) -> str:
-    """Run it to its end; return "done", or what went wrong."""
+def run(one: Run, variables: Mapping[str, str] | None = None) -> str:
+    """Run it to its end, with more variables; return "done", or what went wrong."""
     one.report.unlink(missing_ok=True)  # should it fail, an old one must not pass for its own
-    process = subprocess.Popen(one.command(), env={**os.environ, "OMP_NUM_THREADS": "1"})
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **(variables or {})}
+    process = subprocess.Popen(one.command(), env=environment)
     try:
         status = process.wait(one.timeout + _GRACE)
     except subprocess.TimeoutExpired:

@@ -12,7 +12,7 @@ from support import cpp_programs
 from support.cuda_cases import needs_gpu
 
 pytestmark = [needs_gpu, pytest.mark.timeout(160)]
-TESTS = sorted(path.stem for path in (Path(__file__).parents[1] / "cpp").glob("cuda_*_test.cc"))
+TESTS = cpp_programs.cuda_tests()
 NEED_GPU = [name for name in TESTS if "device" in name]
 # Calls that fail are part of the tests; invalid memory accesses are not.
 TOOLS = {"memcheck": ("--report-api-errors", "no"), "racecheck": ()}

@@ -33,6 +33,11 @@ def run(*command: object, timeout: float = 800) -> str:
     return said
 
 
+def cuda_tests() -> list[str]:
+    """Return the names of the programs that test CUDA."""
+    return sorted(path.stem for path in (ROOT / "tests/cpp").glob("cuda_*_test.cc"))
+
+
 def built(*programs: str) -> Path:
     """Return the folder of these programs; build them if one is missing."""
     return BUILD if all((BUILD / each).exists() for each in programs) else build(*programs)

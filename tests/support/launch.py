@@ -242,6 +242,9 @@ def threads(
     ]
     for communicator in communicators:
         communicator.close()
+    for rank, thread in enumerate(started):
+        if futures[rank] not in late:
+            thread.join(10)  # its thread-local tensors must be freed before the process exits
     if failures:
         raise failures[0]
     if late:

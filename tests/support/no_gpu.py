@@ -17,7 +17,7 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator
-from ctypes import byref, c_int64
+from ctypes import byref, c_int64, pointer
 from typing import Any
 
 import torch
@@ -278,6 +278,19 @@ def _info(comm: int, reference: Any) -> None:
         reference._obj.wire = b"staged" if reference._obj.transport == b"mpi" else b"direct"
 
 
+def _carried(name: str) -> Callable[..., None]:
+    def run(reference: Any, *arguments: Any) -> None:
+        carried: structs.Carried = reference._obj
+        collective = structs.Collective.from_buffer_copy(carried.call.contents)
+        if collective.device == CUDA:
+            _check_stream(collective.stream)
+            collective.device, collective.stream = 0, None
+        here = structs.Carried(rank=carried.rank, size=carried.size, call=pointer(collective))
+        _call(name, byref(here), *arguments)
+
+    return run
+
+
 def _codec(name: str) -> Callable[..., None]:
     def run(reference: Any, *arguments: Any) -> None:
         codec: structs.Codec = reference._obj
@@ -290,11 +303,13 @@ def _codec(name: str) -> Callable[..., None]:
     return run
 
 
+_STEPS = ("plan", "encode", "reduce", "decode")
 _REPLACED: dict[str, Callable[..., None]] = {
     "cgx_enqueue": _enqueue,
     "cgx_comm_check": _check,
     "cgx_comm_info": _info,
     **{name: _codec(name) for name in ("cgx_quantize", "cgx_dequantize", "cgx_sum_encoded")},
+    **{f"cgx_carried_{step}": _carried(f"cgx_carried_{step}") for step in _STEPS},
 }
 
 
