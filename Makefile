@@ -176,7 +176,7 @@ gpu-parts: $(GPU_PART_NUMBERS:%=gpu-part-%)
 
 gpu-part-%:
 	$(GPU_PYTEST) -m "gpu and not alone and not exhaustive" --part $*/$(GPU_PARTS) \
-	  --session-timeout=170
+	  --session-timeout=150
 
 gpu-bench:
 	$(PYTHON) benchmarks/gpu.py $(if $(TINY),--tiny)

@@ -5,8 +5,8 @@
     quantize     values -> message
     dequantize   message -> values
     sum of N     N messages -> the message of their sum
-    own + 2      values and 2 messages -> the message of their sum: the owner of a shard in sra, with
-                 3 ranks (cgx_carried_reduce)
+    own + 2      values and 2 messages -> the message of their sum: the owner of a shard in sra,
+                 with 3 ranks (cgx_carried_reduce)
     torch        the quantizer of 4 bits that one writes in PyTorch, compiled: values -> the same
                  numbers (minimum, step, levels in pairs), in three tensors
 

@@ -44,25 +44,26 @@ def daemon() -> Iterator[dict[str, str]]:
         own = {FOLDER: f"{folder}/pipe", "CUDA_MPS_LOG_DIRECTORY": f"{folder}/log"}
         for each in own.values():
             os.mkdir(each)
+        problem = _control(program, own, "-d")
+        print(f"MPS: {problem or 'started'}.", flush=True)
         try:
-            problem = _control(program, "-d", own)
-            print(f"MPS: {problem or 'started'}.", flush=True)
             yield {} if problem else own
         finally:
-            if problem := _control(program, "", own):
-                print(f"MPS: killed ({problem}).", flush=True)
+            if not problem and (problem := _control(program, own)):
+                print(f"MPS: killed, because it did not quit: {problem}.", flush=True)
+            if problem:
                 _kill(folder)
 
 
-def _control(program: str, option: str, own: dict[str, str]) -> str:
-    """Start the daemon, or without an option make it quit; return the problem, if any."""
+def _control(program: str, own: dict[str, str], *options: str) -> str:
+    """Start the daemon ("-d"), or make it quit; return the problem, if any."""
     # The daemon keeps its standard output open, so a pipe would not end.
     with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as orders:
-        orders.write("" if option else _QUIT)
+        orders.write("" if options else _QUIT)
         orders.seek(0)
         try:
             done = subprocess.run(
-                [program, *filter(None, [option])],
+                [program, *options],
                 env={**os.environ, **own},
                 stdin=orders,
                 stdout=output,
@@ -80,9 +81,10 @@ def _kill(folder: str) -> None:
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             name = (process / "comm").read_text()
-            if name.startswith("nvidia-cuda-mps") and folder.encode() in (
-                process / "environ"
-            ).read_bytes():
+            if (
+                name.startswith("nvidia-cuda-mps")
+                and folder.encode() in (process / "environ").read_bytes()
+            ):
                 os.kill(int(process.name), signal.SIGKILL)
 
 

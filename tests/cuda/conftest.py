@@ -29,15 +29,23 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             reason = cuda_cases.MISSING[mark.args[0]]()
             if reason and not cuda_cases.REQUIRED:
                 item.add_marker(pytest.mark.skip(reason=reason))
-    part, parts = map(int, config.getoption("part", "1/1").split("/"))
+    part, parts = map(int, str(config.getoption("part", "1/1")).split("/"))
     if parts == 1:
         return
     groups: dict[object, int] = {}
     mine, others = [], []
     for item in items:
-        check = getattr(item, "callspec", None) and item.callspec.params.get("check")
-        group = check.launch if isinstance(check, RankCheck) else item
-        number = groups.setdefault(group, len(groups)) if item.get_closest_marker("gpu") else 0
+        number = groups.setdefault(_group(item), len(groups)) if _needs_gpu(item) else 0
         (mine if number % parts == part - 1 else others).append(item)
     config.hook.pytest_deselected(items=others)
     items[:] = mine
+
+
+def _needs_gpu(item: pytest.Item) -> bool:
+    return item.get_closest_marker("gpu") is not None
+
+
+def _group(item: pytest.Item) -> object:
+    """Return what one part runs: a launch with all its checks, or a test."""
+    check = getattr(getattr(item, "callspec", None), "params", {}).get("check")
+    return check.launch if isinstance(check, RankCheck) else item

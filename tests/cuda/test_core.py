@@ -18,7 +18,7 @@ from support.cuda_cases import (
     on_one_gpu,
 )
 
-pytestmark = [needs_torch_gpu, pytest.mark.timeout(160)]
+pytestmark = [needs_torch_gpu, pytest.mark.timeout(140)]
 PROGRAM = "run_cuda_core.py"
 
 
@@ -51,7 +51,7 @@ def test_gpu_is_found() -> None:
 )
 def test_results_equal_those_of_the_cpu(n: int, wire: str, sets: list[str]) -> None:
     """Compare bit for bit, alternating CPU and GPU collectives of one communicator."""
-    for rank, found in enumerate(ranks(n, "results", *sets, wire=wire, timeout=150)):
+    for rank, found in enumerate(ranks(n, "results", *sets, wire=wire, timeout=120)):
         assert n == 1 or found["wire"] == WIRES.get(wire, "direct")
         assert found["count"] > 300
         assert not found["wrong"], f"rank {rank}: {len(found['wrong'])} of {found['count']} differ"
@@ -62,7 +62,7 @@ def test_results_of_threads(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Use several ranks in one process, each on its own stream."""
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # see docs/explanation/gpu.md
     args = ("results", "--threads", n, "features", "by_size")
-    (output,) = on_one_gpu(1, PROGRAM, *args, timeout=150)
+    (output,) = on_one_gpu(1, PROGRAM, *args, timeout=120, shares=False)
     found = [json.loads(line) for line in output.splitlines()[-n:]]
     assert [(each["count"] > 300, each["wrong"]) for each in found] == [(True, [])] * n
 

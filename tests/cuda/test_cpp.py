@@ -11,7 +11,7 @@ import pytest
 from support import cpp_programs
 from support.cuda_cases import needs_gpu
 
-pytestmark = [needs_gpu, pytest.mark.timeout(160)]
+pytestmark = [needs_gpu, pytest.mark.timeout(140)]
 TESTS = cpp_programs.cuda_tests()
 NEED_GPU = [name for name in TESTS if "device" in name]
 # Calls that fail are part of the tests; invalid memory accesses are not.

@@ -113,7 +113,8 @@ def on_one_gpu(
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
     }
     if mps and shares and not kills:
-        env["CUDA_MPS_PIPE_DIRECTORY"] = mps
+        # Clients have fewer hardware queues by default than other processes.
+        env |= {"CUDA_MPS_PIPE_DIRECTORY": mps, "CUDA_DEVICE_MAX_CONNECTIONS": "8"}
     survive = ("--with-ft", "ulfm") if kills else ()
     return launch.mpirun(
         n, program, *args, env=env, timeout=timeout, mpirun_args=survive, check=not kills

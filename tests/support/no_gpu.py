@@ -178,8 +178,8 @@ def _to(x: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
 
 
 _TO = _with_cpu(torch.Tensor.to)
-_FACTORIES = "arange empty full ones rand randn tensor zeros".split()
-_LIKE = "empty_like full_like ones_like zeros_like".split()
+_FACTORIES = ["arange", "empty", "full", "ones", "rand", "randn", "tensor", "zeros"]
+_LIKE = ["empty_like", "full_like", "ones_like", "zeros_like"]
 _OF_CUDA: dict[str, Any] = {
     "CUDAGraph": Graph,
     "Event": Event,
