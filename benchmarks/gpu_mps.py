@@ -44,15 +44,22 @@ def daemon() -> Iterator[dict[str, str]]:
         own = {FOLDER: f"{folder}/pipe", "CUDA_MPS_LOG_DIRECTORY": f"{folder}/log"}
         for each in own.values():
             os.mkdir(each)
-        problem = _control(program, own, "-d")
-        print(f"MPS: {problem or 'started'}.", flush=True)
+        before = signal.signal(signal.SIGTERM, _exit)
+        problem = ""
         try:
+            problem = _control(program, own, "-d")
+            print(f"MPS: {problem or 'started'}.", flush=True)
             yield {} if problem else own
         finally:
+            signal.signal(signal.SIGTERM, before)
             if not problem and (problem := _control(program, own)):
                 print(f"MPS: killed, because it did not quit: {problem}.", flush=True)
             if problem:
                 _kill(folder)
+
+
+def _exit(number: int, _frame: object) -> None:
+    sys.exit(128 + number)
 
 
 def _control(program: str, own: dict[str, str], *options: str) -> str:

@@ -68,7 +68,6 @@ def test_on_a_gpu(check: RankCheck) -> None:
 NEED_GPU = {
     "several_devices": "all tensors are on the CPU",
     "waits": "calls have ended when they return",
-    "recorded": "graphs do not record calls of torch.distributed",
     "recording_refused": "graphs are always recorded",
     "late_rank": "operators raise at the call",
     "mismatch": "operators raise at the call",

@@ -2,7 +2,7 @@
 
 Tests that need a GPU are marked needs_gpu, and needs_torch_gpu or needs_jax_gpu if they need that
 framework. tests/cuda/conftest.py skips them without a GPU. `make gpu` sets CGX_REQUIRE_GPU=1: no
-test is skipped then, so a missing GPU is a failure. The detection imports neither torch nor jax.
+test is skipped then, so a missing GPU is a failure. The detection does not import torch or jax.
 """
 
 import importlib.metadata

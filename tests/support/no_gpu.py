@@ -129,8 +129,10 @@ class _Recorder(TorchDispatchMode):
 
         def again() -> None:
             found = func(*args, **kwargs)
-            if isinstance(made, torch.Tensor):  # the graph's results stay where they are
-                made.copy_(found)
+            if isinstance(found, tuple):  # of torch.distributed: tensors and a Work
+                found[-1].wait()
+            else:  # the graph's results stay where they are
+                made.copy_(torch.ops._c10d_functional.wait_tensor(found))
 
         self._graph.calls.append(again)
         return made

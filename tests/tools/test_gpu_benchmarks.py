@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -76,7 +77,7 @@ def test_missing_gpu_is_one_line_and_status_1(
 
 # ---- 2. MPS --------------------------------------------------------------------------------------
 
-# Like nvidia-cuda-mps-control: -d leaves a daemon, which "quit" ends; it logs what it was told.
+# Like nvidia-cuda-mps-control: -d leaves a daemon, which "quit" ends. Orders are logged.
 CONTROL = """#!/bin/sh
 pipe=$CUDA_MPS_PIPE_DIRECTORY
 [ "$1" = -d ] || { read order; echo "$order" >> "$MPS_TEST_LOG"; }
@@ -144,6 +145,16 @@ def test_mps_ends_after_a_failure(
     assert gone(pid) and not folder.exists()
     assert log.read_text() == "quit -t 10\n"
     assert ("MPS: killed" in capfd.readouterr().out) == bool(stubborn)
+
+
+def test_mps_ends_when_it_is_terminated(log: Path) -> None:
+    program = [sys.executable, "benchmarks/gpu_mps.py", "sleep", "60"]
+    process = subprocess.Popen(program, cwd=suite.ROOT, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "MPS: started.\n"
+    process.terminate()
+    assert process.wait(30) == 128 + signal.SIGTERM
+    assert log.read_text() == "quit -t 10\n"
 
 
 def test_command_runs_with_and_without_mps(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
