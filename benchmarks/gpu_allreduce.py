@@ -316,7 +316,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=0, help="ranks that are threads")
     parser.add_argument("--sizes", type=parse_size, nargs="+")
     parser.add_argument("--tiny", action="store_true", help="check only that everything runs")
-    parser.add_argument("--budget", type=float, default=3, help="seconds a size (default 3)")
+    parser.add_argument("--budget", type=float, default=2, help="seconds for each size (default 2)")
     parser.add_argument("--json", metavar="FILE", help="also write the results there")
     options = parser.parse_args()
     options.sizes = options.sizes or [*map(parse_size, TINY if options.tiny else SIZES)]

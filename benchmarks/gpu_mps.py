@@ -7,6 +7,7 @@ its own, changes no setting of the GPU, and ends with the command. If MPS is not
 command runs without it.
 """
 
+import argparse
 import contextlib
 import os
 import shutil
@@ -96,10 +97,13 @@ def _kill(folder: str) -> None:
 
 
 def main() -> None:
-    if len(sys.argv) == 1:
-        sys.exit(f"usage: {sys.argv[0]} COMMAND [ARGUMENT ...]")
+    parser = argparse.ArgumentParser(description="Runs a command under NVIDIA's MPS")
+    parser.add_argument("program")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER)
+    options = parser.parse_args()
     with daemon() as own:
-        status = subprocess.call(sys.argv[1:], env={**os.environ, **own})
+        command = [options.program, *options.arguments]
+        status = subprocess.call(command, env={**os.environ, **own})
     sys.exit(status)
 
 

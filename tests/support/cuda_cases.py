@@ -10,6 +10,7 @@ import importlib.util
 import os
 import re
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ REQUIRED = os.environ.get("CGX_REQUIRE_GPU") == "1"
 # ---- Detection of a GPU --------------------------------------------------------------------------
 
 
+@cache
 def missing_gpu() -> str:
     """Return the reason why libcgx cannot use a GPU here; "" if it can."""
     cuda = library.describe()["cuda"]
@@ -33,6 +35,7 @@ def missing_gpu() -> str:
     return "" if cuda["devices"] else "the NVIDIA driver reports no GPU here"
 
 
+@cache
 def missing_torch_gpu() -> str:
     """Return the reason why torch cannot use a GPU here; "" if it can."""
     spec = importlib.util.find_spec("torch")
@@ -44,6 +47,7 @@ def missing_torch_gpu() -> str:
     return missing_gpu()
 
 
+@cache
 def missing_jax_gpu() -> str:
     """Return the reason why jax cannot use a GPU here; "" if it can."""
     plugins = importlib.metadata.entry_points(group="jax_plugins")
