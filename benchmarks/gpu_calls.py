@@ -113,13 +113,15 @@ class Owner:
         library.call("cgx_carried_plan", byref(self._ranks[1]), *plan[1:])
         sent = torch.empty(sum(scatter), dtype=torch.uint8, device="cuda")
         Ready("cgx_carried_encode", self._ranks[1], (sent.data_ptr(), sent.nbytes), (sent,))()
-        self._arrived = sent[: scatter[0]].repeat(size - 1)
+        # There is room for a message of rank 0 to itself, which is not read.
+        self._arrived = sent[: scatter[0]].repeat(size)
 
     @property
     def bytes(self) -> int:
         """Bytes of this rank's values, the arrived messages and the result."""
-        own = self._values.nbytes // len(self._ranks)
-        return own + self._arrived.nbytes + self._reduced.nbytes
+        size = len(self._ranks)
+        messages = self._arrived.nbytes // size * (size - 1)
+        return self._values.nbytes // size + messages + self._reduced.nbytes
 
     def reduce(self) -> Enqueue:
         arrived, reduced = self._arrived, self._reduced
