@@ -69,6 +69,7 @@ NEED_GPU = {
     "several_devices": "all tensors are on the CPU",
     "waits": "calls have ended when they return",
     "recording_refused": "graphs are always recorded",
+    "carried_refusals": "the CPU supports all compressors",
     "late_rank": "operators raise at the call",
     "mismatch": "operators raise at the call",
 }
