@@ -295,10 +295,12 @@ def _carried(name: str) -> Callable[..., None]:
 
 def _carried_reduce(reference: Any, arrived: int, nbytes: int, *message: Any) -> None:
     carried: structs.Carried = reference._obj
+    if carried.call.contents.device != CUDA:
+        return _call("cgx_carried_reduce", reference, arrived, nbytes, *message)
     one = nbytes // carried.size  # GPUs have room for a message of this rank to itself
     here = ctypes.string_at(arrived, carried.rank * one)
     here += ctypes.string_at(arrived + len(here) + one, nbytes - len(here) - one)
-    _carried("cgx_carried_reduce")(reference, here, len(here), *message)
+    return _carried("cgx_carried_reduce")(reference, here, len(here), *message)
 
 
 def _codec(name: str) -> Callable[..., None]:
