@@ -9,11 +9,13 @@ ranks/run_cuda_jax.py on XLA:CPU.
 import ctypes
 import json
 import re
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support import cuda_cases
+import torch
+from support import cuda_cases, no_gpu
 from support.cuda_cases import BAD_CALLS, without_gpu
 
 from cgx_ops import Config
@@ -82,8 +84,6 @@ def test_all_scenarios_run() -> None:
 
 
 def test_wrong_number_of_arguments() -> None:
-    from support import no_gpu
-
     codec = structs.Codec(config=Config().native, device=no_gpu.CUDA)
     for arguments in ((None, 0, None), (None, 0, None, None, None)):
         with pytest.raises(AssertionError, match="cgx_quantize"):
@@ -93,11 +93,16 @@ def test_wrong_number_of_arguments() -> None:
 
 
 def test_unknown_stream() -> None:
-    from support import no_gpu
-
     codec = structs.Codec(config=Config().native, device=no_gpu.CUDA, stream=1)
     with pytest.raises(AssertionError, match="is not the handle of a stream"):
         no_gpu.call("cgx_quantize", ctypes.byref(codec), None, 0, None, None)
+
+
+def test_threads_use_pinned_memory() -> None:
+    copy = no_gpu._copies(torch.Tensor.cpu)
+    assert copy(torch.ones(1)) == 1
+    with ThreadPoolExecutor(1) as pool, pytest.raises(AssertionError, match="use pinned memory"):
+        pool.submit(copy, torch.ones(1)).result()
 
 
 def test_every_function_of_the_header_that_python_calls_has_types() -> None:

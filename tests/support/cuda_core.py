@@ -33,11 +33,12 @@ class _Pinned(threading.local):
     """Pinned memory of a thread. Its allocation may wait for the GPU, so it is used again."""
 
     def __init__(self) -> None:
-        self._held = torch.empty(2**25, dtype=torch.uint8, pin_memory=True)
+        self._held = torch.empty(0, dtype=torch.uint8)
 
     def of(self, nbytes: int) -> torch.Tensor:
-        if self._held.numel() < nbytes:
-            self._held = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        if self._held.numel() < max(nbytes, 1):
+            size = max(nbytes, 2**25)
+            self._held = torch.empty(size, dtype=torch.uint8, pin_memory=True)
         return self._held[:nbytes]
 
 

@@ -170,6 +170,20 @@ def _with_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def _copies(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that copies pageable memory, which ranks that are threads must not do."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **options: Any) -> Any:
+        assert threading.current_thread() is threading.main_thread(), (
+            f"Tensor.{function.__name__}() by a thread may block its peers: use pinned memory, as "
+            "support/cuda_core.py does"
+        )
+        return function(*args, **options)
+
+    return call
+
+
 def _to_gpu(x: torch.Tensor, device: object = None, non_blocking: bool = False) -> torch.Tensor:
     return x.clone()
 
@@ -207,7 +221,8 @@ def _replace_torch() -> None:
         assert hasattr(torch.cuda, name), name
         setattr(torch.cuda, name, function)
     tensor: Any = torch.Tensor
-    tensor.cuda, tensor.to, tensor.pin_memory = _to_gpu, _to, lambda x: x
+    tensor.cuda, tensor.cpu = _copies(_to_gpu), _copies(tensor.cpu)
+    tensor.to, tensor.pin_memory = _to, lambda x: x
     tensor.is_cuda = property(lambda x: True)
     torch.compile = lambda function, **options: function  # compiled tests take longer
     mesh: Any = torch.distributed.device_mesh
