@@ -56,7 +56,7 @@ def on(n: int, wire: str, *names: str, timeout: float = 120) -> Launch:
     on(2, "SHM", "compiled", "compiled_and_recorded"),
     *(on(3, wire, "late_rank", "mismatch") for wire in WIRES),
     *(on(n, "SHM", *CARRIED) for n in (2, 3)),
-    on(2, "SHM", "carried_and_compiled", timeout=600),
+    on(2, "SHM", "carried_and_compiled"),
 )
 def test_on_a_gpu(check: RankCheck) -> None:
     check.passes()
