@@ -39,7 +39,6 @@ def dump(*options: str, file: Path = LIBRARY) -> str:
 
 @dataclass(frozen=True)
 class Usage:
-    symbol: str
     registers: int
     stack: int  # bytes of a thread, for spilled registers and arrays
 
@@ -49,7 +48,15 @@ def usage(architecture: str, file: Path = LIBRARY) -> dict[str, Usage]:
     """Return all kernels by name, such as run_buckets<Float32, UniformFormat, Warp, Encode>."""
     text = dump("--dump-resource-usage", "--gpu-architecture", architecture, file=file)
     found = re.findall(r"Function (\S+):\s+REG:(\d+) STACK:(\d+) ", text)
-    return {name_of(symbol): Usage(symbol, int(regs), int(stack)) for symbol, regs, stack in found}
+    return {name_of(symbol): Usage(int(regs), int(stack)) for symbol, regs, stack in found}
+
+
+@cache
+def listings(architecture: str, file: Path = LIBRARY) -> dict[str, str]:
+    """Return the machine code of all kernels, by name."""
+    text = dump("--dump-sass", "--gpu-architecture", architecture, file=file)
+    parts = re.split(r"^\s*Function : (\S+)$", text, flags=re.MULTILINE)[1:]
+    return {name_of(symbol): code for symbol, code in zip(parts[::2], parts[1::2], strict=True)}
 
 
 @cache
@@ -57,16 +64,8 @@ def code(
     architecture: str, pattern: str, file: Path = LIBRARY
 ) -> dict[str, dict[int, sass.Instruction]]:
     """Return the instructions of the kernels whose names contain a regular expression, by name."""
-    symbols = [
-        used.symbol for name, used in usage(architecture, file).items() if re.search(pattern, name)
-    ]
-    if not symbols:
-        return {}
-    options = ("--gpu-architecture", architecture, "--function", ",".join(symbols))
-    text = dump("--dump-sass", *options, file=file)
-    parts = re.split(r"^\s*Function : (\S+)$", text, flags=re.MULTILINE)[1:]
-    listings = zip(parts[::2], parts[1::2], strict=True)
-    return {name_of(symbol): sass.parse(listing) for symbol, listing in listings}
+    found = listings(architecture, file)
+    return {name: sass.parse(found[name]) for name in found if re.search(pattern, name)}
 
 
 def name_of(symbol: str) -> str:
