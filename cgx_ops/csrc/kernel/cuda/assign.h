@@ -4,6 +4,8 @@
 
 #include <cstdint>
 #include <optional>
+#include <type_traits>
+#include <vector>
 
 #include "kernel/cuda/aligned/pieces.h"
 #include "kernel/cuda/launches.h"
@@ -44,37 +46,34 @@ inline Piece after(const Piece& piece, int64_t first, int width) {
 // Calls run(launch, kernel) for each kernel that has work, with its pieces.
 template <typename Launch, typename Run>
 void for_kernels(const Launch& launch, const Run& run) {
-  constexpr bool kReduces = std::is_same_v<Launch, Reduce>;
-  Pieces pieces = launch.pieces;
-  cut_exact_pieces(&pieces, kReduces);
   struct Assigned {
     Kernel kernel;
     Piece piece;
-  } assigned[2 * kMostPieces];
-  int count = 0;
+  };
+  std::vector<Assigned> assigned;
+  assigned.reserve(2 * static_cast<size_t>(launch.pieces.count));
   const int width = static_cast<int>(size_of(launch.dtype));
-  for (int i = 0; i < pieces.count; ++i) {
-    Piece piece = pieces.at[i];
-    if (piece.numel <= 0) continue;
+  for (int i = 0; i < launch.pieces.count; ++i) {
+    Piece piece = launch.pieces.at[i];
+    cut_if_exact(&piece, std::is_same_v<Launch, Reduce>);
     const auto variant = aligned::variant_of(launch, piece);
     const int64_t first = variant ? aligned::numel_of(piece, width) : 0;
     if (first > 0) {
-      assigned[count] = {{.aligned = variant}, piece};
-      assigned[count++].piece.numel = first;
+      assigned.push_back({{.aligned = variant}, piece});
+      assigned.back().piece.numel = first;
       piece = after(piece, first, width);
     }
-    if (piece.numel > 0) assigned[count++] = {general_kernel(piece), piece};
+    if (piece.numel > 0) assigned.push_back({general_kernel(piece), piece});
   }
   Launch part = launch;
-  for (int i = 0; i < count; ++i) {
-    if (assigned[i].piece.numel == 0) continue;  // has run
+  for (const Assigned& first : assigned) {
     part.pieces.count = 0;
-    for (int j = i; j < count; ++j) {
-      if (!(assigned[j].kernel == assigned[i].kernel) || assigned[j].piece.numel == 0) continue;
-      part.pieces.at[part.pieces.count++] = assigned[j].piece;
-      assigned[j].piece.numel = 0;
+    for (Assigned& one : assigned) {
+      if (!(one.kernel == first.kernel) || one.piece.numel == 0) continue;
+      part.pieces.at[part.pieces.count++] = one.piece;
+      one.piece.numel = 0;  // once
     }
-    run(part, assigned[i].kernel);
+    if (part.pieces.count > 0) run(part, first.kernel);
   }
 }
 

@@ -35,7 +35,7 @@ CGX_LANE void run_bucket(Group& group, std::byte* buffer, const Encode& launch, 
   std::byte* record =
       piece.message + place.write + bucket_at(bucket.number, piece.bucket_size, coding, kWidth);
   std::byte* residual = moved(piece.residual, start * kWidth);
-  // Values without a grid are always cut for warps (cut_exact_pieces), so blocks never get them.
+  // Values without a grid are always cut for warps (cut_if_exact), so blocks never get them.
   const bool half = Group::kLanes == kWarpLanes && Format::in_halves(coding);
   const bool exact = Group::kLanes == kWarpLanes && is_exact(coding);
   if (!residual && place.failed) return;

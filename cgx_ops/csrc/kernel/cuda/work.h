@@ -91,17 +91,12 @@ CGX_HD int64_t buckets_of(const Piece& piece) {
   return piece.numel <= 0 ? 0 : (piece.numel - 1) / piece.bucket_size + 1;
 }
 
-// Values without a grid are cut for warps.
-inline void cut_exact_pieces(Pieces* pieces, bool reduces) {
-  for (int i = 0; i < pieces->count; ++i) {
-    Piece& piece = pieces->at[i];
-    const auto has_grid = [](const Coding& coding) {
-      return !is_exact(coding) && !is_half(coding);
-    };
-    const bool reduced = reduces && (piece.reduced || is_vote(piece.reduced_coding));
-    if (has_grid(piece.coding) || (reduced && has_grid(piece.reduced_coding))) continue;
-    piece.bucket_size = kMostOfWarp;
-  }
+// Cuts values without a grid for warps.
+inline void cut_if_exact(Piece* piece, bool reduces) {
+  const auto has_grid = [](const Coding& coding) { return !is_exact(coding) && !is_half(coding); };
+  const bool reduced = reduces && (piece->reduced || is_vote(piece->reduced_coding));
+  if (has_grid(piece->coding) || (reduced && has_grid(piece->reduced_coding))) return;
+  piece->bucket_size = kMostOfWarp;
 }
 
 // The kind of group for a bucket: a warp, or a block if it is long.
