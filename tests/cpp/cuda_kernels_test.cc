@@ -30,6 +30,7 @@
 #include "kernel/cuda/aligned/decode.h"
 #include "kernel/cuda/aligned/encode.h"
 #include "kernel/cuda/aligned/exact.h"
+#include "kernel/cuda/aligned/formats.h"
 #include "kernel/cuda/aligned/reduce.h"
 #include "kernel/cuda/assign.h"
 #include "kernel/cuda/buckets.h"
@@ -107,13 +108,13 @@ void run_aligned_groups(const Body& body) {
 template <typename Value>
 void run_aligned(const Encode& launch, const aligned::Variant& variant, const Work& work) {
   const bool noisy = launch.rounding == RoundingMode::kStochastic;
-  with_codes(variant.bits, variant.default_size, [&](auto bits, auto lanes) {
+  aligned::with_format(variant, [&]<typename Format>(Format, auto lanes) {
     with_flag(noisy, [&](auto is_noisy) {
       with_flag(variant.residual, [&](auto has_residual) {
         run_aligned_groups([&](HostPair& group, uint32_t first, uint32_t step) {
-          alignas(16) std::byte noise[aligned::kNoiseBytes];
-          aligned::encode<Value, bits, lanes, is_noisy, has_residual>(group, noise, launch, work,
-                                                                      first, step);
+          alignas(16) std::byte memory[Format::template kMemoryBytes<is_noisy>];
+          aligned::encode<Value, Format, lanes, is_noisy, has_residual>(group, memory, launch, work,
+                                                                        first, step);
         });
       });
     });
@@ -122,33 +123,34 @@ void run_aligned(const Encode& launch, const aligned::Variant& variant, const Wo
 
 template <typename Value>
 void run_aligned(const Decode& launch, const aligned::Variant& variant, const Work& work) {
-  with_codes(variant.bits, variant.default_size, [&](auto bits, auto lanes) {
+  aligned::with_format(variant, [&]<typename Format>(Format, auto lanes) {
     run_aligned_groups([&](HostPair& group, uint32_t first, uint32_t step) {
       alignas(16) std::byte scratch[kPairLanes * aligned::kScratchBytes];
-      aligned::decode<Value, bits, lanes>(group, scratch, launch, work, first, step);
+      aligned::decode<Value, Format, lanes>(group, scratch, launch, work, first, step);
     });
   });
 }
 
 template <typename Value>
 void run_aligned(const Reduce& launch, const aligned::Variant& variant, const Work& work) {
-  const auto run = [&](auto bits, auto lanes, auto noisy, auto own, auto residual, auto encodes) {
+  const auto run = [&]<typename Format>(Format, auto lanes, auto noisy, auto own, auto residual,
+                                        auto encodes) {
     run_aligned_groups([&](HostPair& group, uint32_t first, uint32_t step) {
-      aligned::ReduceMemory<noisy> memory;
-      aligned::reduce<Value, bits, lanes, noisy, own, residual, encodes>(group, &memory, launch,
-                                                                         work, first, step);
+      aligned::ReduceMemory<Format, noisy, encodes> memory;
+      aligned::reduce<Value, Format, lanes, noisy, own, residual, encodes>(group, &memory, launch,
+                                                                           work, first, step);
     });
   };
   const bool noisy = launch.rounding == RoundingMode::kStochastic;
   constexpr std::false_type kNo;
   constexpr std::true_type kYes;
-  with_codes(variant.bits, variant.default_size, [&](auto bits, auto lanes) {
+  aligned::with_format(variant, [&](auto format, auto lanes) {
     if (!variant.encodes)
-      return with_flag(variant.own, [&](auto own) { run(bits, lanes, kNo, own, kNo, kNo); });
+      return with_flag(variant.own, [&](auto own) { run(format, lanes, kNo, own, kNo, kNo); });
     with_flag(noisy, [&](auto is_noisy) {
-      if (!variant.own) return run(bits, lanes, is_noisy, kNo, kNo, kYes);
+      if (!variant.own) return run(format, lanes, is_noisy, kNo, kNo, kYes);
       with_flag(variant.residual,
-                [&](auto residual) { run(bits, lanes, is_noisy, kYes, residual, kYes); });
+                [&](auto residual) { run(format, lanes, is_noisy, kYes, residual, kYes); });
     });
   });
 }

@@ -16,7 +16,7 @@ DTYPES = ("Float32", "Float16", "Bfloat16")
 LAUNCHES = ("Encode", "Reduce", "Decode")
 FORMATS = ("UniformFormat", "AnyFormat", "SparseFormat")
 GROUPS = ("Warp", "Block<512>")
-BITS = ("2", "4", "8")
+UNIFORM = ("Uniform<2>", "Uniform<4>", "Uniform<8>")
 LANES = ("0", "32")  # of a bucket: any number, or those of 512 values
 FLAGS = ("false", "true")
 
@@ -24,12 +24,12 @@ FLAGS = ("false", "true")
 KERNELS = [
     ("run_buckets", DTYPES, FORMATS, GROUPS, LAUNCHES),
     # Flags: stochastic rounding, residuals.
-    ("encode_aligned", DTYPES, BITS, LANES, FLAGS, FLAGS),
+    ("encode_aligned", DTYPES, UNIFORM, LANES, FLAGS, FLAGS),
     # Flags: stochastic rounding, own values, residuals, encoding of the sum.
-    ("reduce_aligned", DTYPES, BITS, LANES, ["false"], FLAGS, ["false"], ["false"]),
-    ("reduce_aligned", ["Float32"], BITS, LANES, FLAGS, ["false"], ["false"], ["true"]),
-    ("reduce_aligned", DTYPES, BITS, LANES, FLAGS, ["true"], FLAGS, ["true"]),
-    ("decode_aligned", DTYPES, BITS, LANES),
+    ("reduce_aligned", DTYPES, UNIFORM, LANES, ["false"], FLAGS, ["false"], ["false"]),
+    ("reduce_aligned", ["Float32"], UNIFORM, LANES, FLAGS, ["false"], ["false"], ["true"]),
+    ("reduce_aligned", DTYPES, UNIFORM, LANES, FLAGS, ["true"], FLAGS, ["true"]),
+    ("decode_aligned", DTYPES, UNIFORM, LANES),
     ("run_exact", DTYPES, LAUNCHES),
 ]
 

@@ -19,9 +19,9 @@ VALUES = int(re.findall(r"\bkLaneValues = (\d+);", TILE.read_text())[0])
 FLOAT32 = 4 * VALUES
 RECORD = 8 + 4 * VALUES // 8  # a header, and codes of 4 bits
 
-ENCODE = "encode_aligned<Float32, 4, 32, false, false>"
-DECODE = "decode_aligned<Float32, 4, 32>"
-SUM = "reduce_aligned<Float32, 4, 32, false, false, false, true>"
+ENCODE = "encode_aligned<Float32, Uniform<4>, 32, false, false>"
+DECODE = "decode_aligned<Float32, Uniform<4>, 32>"
+SUM = "reduce_aligned<Float32, Uniform<4>, 32, false, false, false, true>"
 
 
 def _code(kernel: str, architecture: str) -> dict[int, sass.Instruction]:

@@ -26,17 +26,4 @@ auto with_flag(bool flag, const Use& use) {
 template <int kNumber>
 using Number = std::integral_constant<int, kNumber>;
 
-// Returns use(Number<bits>{}, Number<lanes>{}) for the bits of aligned kernels, and for the lanes
-// of a bucket if it has the default size; otherwise 0.
-template <typename Use>
-auto with_codes(int bits, bool default_size, const Use& use) {
-  const auto with_lanes = [&](auto constant_bits) {
-    return default_size ? use(constant_bits, Number<kWarpLanes>{})
-                        : use(constant_bits, Number<0>{});
-  };
-  if (bits == 2) return with_lanes(Number<2>{});
-  if (bits == 4) return with_lanes(Number<4>{});
-  return with_lanes(Number<8>{});
-}
-
 }  // namespace cgx::device::cuda

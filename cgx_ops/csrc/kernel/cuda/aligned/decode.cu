@@ -7,8 +7,8 @@ template <>
 const void* kernel<Decode>(Dtype dtype, const Variant& variant, bool /*noisy*/) {
   if (variant.bits == kExactBits) return exact_kernel<Decode>(dtype);
   return with_value(dtype, [&]<typename Value>(Value) {
-    return with_codes(variant.bits, variant.default_size, [&](auto bits, auto lanes) {
-      return reinterpret_cast<const void*>(&decode_aligned<Value, bits, lanes>);
+    return with_format(variant, [&]<typename Format>(Format, auto lanes) {
+      return reinterpret_cast<const void*>(&decode_aligned<Value, Format, lanes>);
     });
   });
 }

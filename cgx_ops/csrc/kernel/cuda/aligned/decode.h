@@ -6,7 +6,7 @@
 namespace cgx::device::cuda::aligned {
 
 // `scratch`: kScratchBytes for each lane.
-template <typename Value, int kBits, int kLanes, typename Group>
+template <typename Value, typename Format, int kLanes, typename Group>
 CGX_LANE void decode(Group& group, std::byte* scratch, const Decode& launch, const Work& work,
                      uint32_t first, uint32_t step) {
   constexpr int kChunk = kWriteChunk<Value>;
@@ -17,16 +17,16 @@ CGX_LANE void decode(Group& group, std::byte* scratch, const Decode& launch, con
   }
   for_tiles<kLanes>(
       launch, work, first, step, [&](const Piece& piece, const Tiling<kLanes>& tiling) {
-        auto records = record_columns_of<kBits, kChunk>(group, piece.message + place.read, tiling);
+        auto records = record_columns_of<Format, kChunk>(group, piece.message + place.read, tiling);
         auto result = columns_of<Value, kChunk>(group, piece.result, tiling);
         return [=, &group](uint32_t tile) mutable {
           if (!group.select(tiling.active(tile))) return;
-          group.for_lanes([&](int lane) {
-            const auto record = records[lane].load(records[lane].at(tile));
-            Values values;
-            decode(record.codes, record.header, scratch + lane * kScratchBytes, &values);
-            result[lane].store(tile, values);
-          });
+          typename Group::template Lanes<Record<Format, kChunk>> loaded;
+          typename Group::template Lanes<Values> values;
+          group.for_lanes(
+              [&](int lane) { loaded[lane] = records[lane].load(records[lane].at(tile)); });
+          Format::decode(group, scratch, loaded, values);
+          group.for_lanes([&](int lane) { result[lane].store(tile, values[lane]); });
         };
       });
 }

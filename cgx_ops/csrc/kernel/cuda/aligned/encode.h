@@ -5,11 +5,11 @@
 
 namespace cgx::device::cuda::aligned {
 
-// A group's part: every `step`-th tile from `first` on. `noise`: kNoiseBytes, if kNoisy.
-template <typename Value, int kBits, int kLanes, bool kNoisy, bool kResidual, typename Group>
-CGX_LANE void encode(Group& group, std::byte* noise, const Encode& launch, const Work& work,
+// A group's part: every `step`-th tile from `first` on. `memory`: see kMemoryBytes.
+template <typename Value, typename Format, int kLanes, bool kNoisy, bool kResidual, typename Group>
+CGX_LANE void encode(Group& group, std::byte* memory, const Encode& launch, const Work& work,
                      uint32_t first, uint32_t step) {
-  constexpr int kChunk = kResidual ? kWriteChunk<Value> : kReadChunk;
+  constexpr int kChunk = kChunkOf<Value, /*kReads=*/true, kResidual>;
   const Place place = place_of(launch.regions, launch.fault);
   if (place.failed) {
     if constexpr (kResidual)
@@ -21,8 +21,9 @@ CGX_LANE void encode(Group& group, std::byte* noise, const Encode& launch, const
         // The noise of another piece, in the same memory, has been read.
         if constexpr (kNoisy) group.synchronize(kPairLanes);
         auto input = columns_of<Value, kChunk>(group, piece.values, tiling);
-        Output<Value, kBits, kChunk, Group> output{
-            .records = record_columns_of<kBits, kChunk>(group, piece.message + place.write, tiling),
+        Output<Value, Format, kChunk, Group> output{
+            .records =
+                record_columns_of<Format, kChunk>(group, piece.message + place.write, tiling),
             .copies = &launch.copies,
             .residuals = columns_of<Value, kChunk>(group, piece.residual, tiling),
             .residual_scale = 1.0f,
@@ -35,8 +36,8 @@ CGX_LANE void encode(Group& group, std::byte* noise, const Encode& launch, const
             values[lane] = input[lane].load(tile);
             if constexpr (kResidual) add_to(&values[lane], output.residuals[lane].load(tile));
           });
-          write_records<Value, kBits, kChunk, kNoisy, kResidual>(group, noise, tiling, tile, values,
-                                                                 output);
+          write_records<Value, Format, kChunk, kNoisy, kResidual>(group, memory, tiling, tile,
+                                                                  values, output);
         };
       });
 }

@@ -5,6 +5,7 @@
 #include "kernel/cuda/aligned/decode.h"
 #include "kernel/cuda/aligned/encode.h"
 #include "kernel/cuda/aligned/exact.h"
+#include "kernel/cuda/aligned/formats.h"
 #include "kernel/cuda/aligned/reduce.h"
 #include "kernel/cuda/entry_points.h"
 #include "kernel/cuda/group.h"
@@ -17,33 +18,33 @@ inline constexpr int kMostBlocks = 16;  // 64 registers
 constexpr int blocks_of_encode(bool residual) { return residual ? 10 : kMostBlocks; }  // 96, 64
 constexpr int blocks_of_reduce(bool residual) { return residual ? 8 : 14; }            // 128, 72
 
-template <typename Value, int kBits, int kLanes, bool kNoisy, bool kResidual>
+template <typename Value, typename Format, int kLanes, bool kNoisy, bool kResidual>
 __global__ void __launch_bounds__(kPairLanes, blocks_of_encode(kResidual))
     encode_aligned(const __grid_constant__ Encode launch, const __grid_constant__ Work work) {
-  __shared__ alignas(16) std::byte noise[kNoisy ? kNoiseBytes : 16];
+  __shared__ alignas(16) std::byte memory[Format::template kMemoryBytes<kNoisy>];
   __shared__ Pair::Shared shared;
   Pair group(&shared);
-  encode<Value, kBits, kLanes, kNoisy, kResidual>(group, noise, launch, work, blockIdx.x,
-                                                  gridDim.x);
+  encode<Value, Format, kLanes, kNoisy, kResidual>(group, memory, launch, work, blockIdx.x,
+                                                   gridDim.x);
 }
 
-template <typename Value, int kBits, int kLanes, bool kNoisy, bool kOwn, bool kResidual,
+template <typename Value, typename Format, int kLanes, bool kNoisy, bool kOwn, bool kResidual,
           bool kEncodes>
 __global__ void __launch_bounds__(kPairLanes, blocks_of_reduce(kResidual))
     reduce_aligned(const __grid_constant__ Reduce launch, const __grid_constant__ Work work) {
-  __shared__ ReduceMemory<kNoisy> memory;
+  __shared__ ReduceMemory<Format, kNoisy, kEncodes> memory;
   __shared__ Pair::Shared shared;
   Pair group(&shared);
-  reduce<Value, kBits, kLanes, kNoisy, kOwn, kResidual, kEncodes>(group, &memory, launch, work,
-                                                                  blockIdx.x, gridDim.x);
+  reduce<Value, Format, kLanes, kNoisy, kOwn, kResidual, kEncodes>(group, &memory, launch, work,
+                                                                   blockIdx.x, gridDim.x);
 }
 
-template <typename Value, int kBits, int kLanes>
+template <typename Value, typename Format, int kLanes>
 __global__ void __launch_bounds__(kPairLanes, kMostBlocks)
     decode_aligned(const __grid_constant__ Decode launch, const __grid_constant__ Work work) {
   __shared__ alignas(16) std::byte scratch[kPairLanes * kScratchBytes];
   Pair group(nullptr);
-  decode<Value, kBits, kLanes>(group, scratch, launch, work, blockIdx.x, gridDim.x);
+  decode<Value, Format, kLanes>(group, scratch, launch, work, blockIdx.x, gridDim.x);
 }
 
 template <typename Value, typename Launch>

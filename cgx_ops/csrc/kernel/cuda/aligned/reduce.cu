@@ -8,10 +8,10 @@ const void* kernel<Reduce>(Dtype dtype, const Variant& variant, bool noisy) {
   if (variant.bits == kExactBits) return exact_kernel<Reduce>(dtype);
   if (variant.encodes) return records_kernel(dtype, variant, noisy);
   return with_value(dtype, [&]<typename Value>(Value) {
-    return with_codes(variant.bits, variant.default_size, [&](auto bits, auto lanes) {
+    return with_format(variant, [&]<typename Format>(Format, auto lanes) {
       return with_flag(variant.own, [&](auto own) {
         return reinterpret_cast<const void*>(
-            &reduce_aligned<Value, bits, lanes, /*noisy=*/false, own, /*residual=*/false,
+            &reduce_aligned<Value, Format, lanes, /*noisy=*/false, own, /*residual=*/false,
                             /*encodes=*/false>);
       });
     });

@@ -23,20 +23,20 @@ CGX_LANE void divide_all(float divisor, std::byte* scratch, Values* values) {
 }
 
 // A group's shared memory.
-template <bool kNoisy>
+template <typename Format, bool kNoisy, bool kEncodes>
 struct ReduceMemory {
   alignas(16) std::byte scratch[kPairLanes * kScratchBytes];
-  alignas(16) std::byte noise[kNoisy ? kNoiseBytes : 16];
+  alignas(16) std::byte encoding[kEncodes ? Format::template kMemoryBytes<kNoisy> : 16];
 };
 
 // kOwn: own values are added. kEncodes: to records; otherwise to values. Averages that are encoded
 // need own values, because allreduce has no others.
-template <typename Value, int kBits, int kLanes, bool kNoisy, bool kOwn, bool kResidual,
+template <typename Value, typename Format, int kLanes, bool kNoisy, bool kOwn, bool kResidual,
           bool kEncodes, typename Group>
-CGX_LANE void reduce(Group& group, ReduceMemory<kNoisy>* memory, const Reduce& launch,
-                     const Work& work, uint32_t first, uint32_t step) {
+CGX_LANE void reduce(Group& group, ReduceMemory<Format, kNoisy, kEncodes>* memory,
+                     const Reduce& launch, const Work& work, uint32_t first, uint32_t step) {
   constexpr bool kWritesValues = kResidual || !kEncodes;
-  constexpr int kChunk = kWritesValues ? kWriteChunk<Value> : kOwn ? kReadChunk : kLaneValues;
+  constexpr int kChunk = kChunkOf<Value, kOwn, kWritesValues>;
   const Place place = place_of(launch.regions, launch.fault);
   if (place.failed) {
     if constexpr (kResidual)
@@ -49,11 +49,13 @@ CGX_LANE void reduce(Group& group, ReduceMemory<kNoisy>* memory, const Reduce& l
       launch, work, first, step, [&](const Piece& piece, const Tiling<kLanes>& tiling) {
         // The noise of another piece, in the same memory, has been read.
         if constexpr (kNoisy) group.synchronize(kPairLanes);
-        auto messages = record_columns_of<kBits, kChunk>(group, piece.message + place.read, tiling);
+        auto messages =
+            record_columns_of<Format, kChunk>(group, piece.message + place.read, tiling);
         auto values = columns_of<Value, kChunk>(group, piece.values, tiling);
         auto result = columns_of<Value, kChunk>(group, piece.result, tiling);
-        Output<Value, kBits, kChunk, Group> output{
-            .records = record_columns_of<kBits, kChunk>(group, piece.reduced + place.write, tiling),
+        Output<Value, Format, kChunk, Group> output{
+            .records =
+                record_columns_of<Format, kChunk>(group, piece.reduced + place.write, tiling),
             .copies = &launch.copies,
             .residuals = columns_of<Value, kChunk>(group, piece.residual, tiling),
             .residual_scale = launch.residual_scale,
@@ -62,35 +64,41 @@ CGX_LANE void reduce(Group& group, ReduceMemory<kNoisy>* memory, const Reduce& l
         return [=, &group, &launch](uint32_t tile) mutable {
           if (!group.select(tiling.active(tile))) return;
           typename Group::template Lanes<Values> sums;
+          typename Group::template Lanes<const std::byte*> record;
+          typename Group::template Lanes<Record<Format, kChunk>> next;
           group.for_lanes([&](int lane) {
-            std::byte* scratch = memory->scratch + lane * kScratchBytes;
-            Values& sum = sums[lane];
             CGX_UNROLL
-            for (float& x : sum.at) x = 0.0f;  // a decoded value is never -0
-            const auto& column = messages[lane];
-            const std::byte* record =
-                column.at(tile) + (kOwn && launch.own == 0 ? launch.stride : 0);
-            Record<kBits, kChunk> next = column.load(record);
-            int rank = 0;
-            CGX_ROLLED
-            do {
-              Values of_rank;
-              if (kOwn && rank == launch.own) {
-                of_rank = values[lane].load(tile);
-                if constexpr (kResidual) add_to(&of_rank, output.residuals[lane].load(tile));
-              } else {
-                const Record<kBits, kChunk> message = next;
-                const int ahead = kOwn && rank + 1 == launch.own ? 2 : 1;
-                if (rank + ahead < launch.size) {  // load while this one is decoded
-                  record += ahead * launch.stride;
-                  next = column.load(record);
-                }
-                decode(message.codes, message.header, scratch, &of_rank);
+            for (float& x : sums[lane].at) x = 0.0f;  // no encoded value is -0
+            record[lane] = messages[lane].at(tile) + (kOwn && launch.own == 0 ? launch.stride : 0);
+            next[lane] = messages[lane].load(record[lane]);
+          });
+          int rank = 0;
+          CGX_ROLLED
+          do {
+            typename Group::template Lanes<Values> of_rank;
+            if (kOwn && rank == launch.own) {
+              group.for_lanes([&](int lane) {
+                of_rank[lane] = values[lane].load(tile);
+                if constexpr (kResidual) add_to(&of_rank[lane], output.residuals[lane].load(tile));
+              });
+            } else {
+              auto message = next;
+              const int ahead = kOwn && rank + 1 == launch.own ? 2 : 1;
+              if (rank + ahead < launch.size) {  // load while this one is decoded
+                group.for_lanes([&](int lane) {
+                  record[lane] += ahead * launch.stride;
+                  next[lane] = messages[lane].load(record[lane]);
+                });
               }
-              add_to(&sum, of_rank);
-            } while (++rank < launch.size);
+              Format::decode(group, memory->scratch, message, of_rank);
+            }
+            group.for_lanes([&](int lane) { add_to(&sums[lane], of_rank[lane]); });
+          } while (++rank < launch.size);
+          group.for_lanes([&](int lane) {
+            Values& sum = sums[lane];
             if constexpr (kOwn || !kEncodes)
-              if (launch.op == Op::kAvg) divide_all(launch.divisor, scratch, &sum);
+              if (launch.op == Op::kAvg)
+                divide_all(launch.divisor, memory->scratch + lane * kScratchBytes, &sum);
             if constexpr (!kEncodes) {
               CGX_UNROLL
               for (float& x : sum.at) x = with_one_nan(x);
@@ -98,8 +106,8 @@ CGX_LANE void reduce(Group& group, ReduceMemory<kNoisy>* memory, const Reduce& l
             }
           });
           if constexpr (kEncodes)
-            write_records<Value, kBits, kChunk, kNoisy, kResidual>(group, memory->noise, tiling,
-                                                                   tile, sums, output);
+            write_records<Value, Format, kChunk, kNoisy, kResidual>(group, memory->encoding, tiling,
+                                                                    tile, sums, output);
         };
       });
 }

@@ -18,13 +18,16 @@ inline constexpr int kLaneValues = 16;  // what a lane processes in an iteration
 inline constexpr int kTileNumel = kPairLanes * kLaneValues;
 inline constexpr int64_t kLeastBucket = kNoiseBlock;
 inline constexpr int64_t kMostNumel = int64_t{1} << 36;  // of a piece: its lanes have 32 bits
-inline constexpr int kHeaderBytes = 8;
 
 // A chunk of values that are only read, and of values that are written: there a store of 16 bytes
 // must follow that of the neighbor.
 inline constexpr int kReadChunk = 8;
 template <typename Value>
 inline constexpr int kWriteChunk = 16 / static_cast<int>(sizeof(typename Value::Bits));
+template <typename Value, bool kReads, bool kWrites>
+inline constexpr int kChunkOf = kWrites  ? kWriteChunk<Value>
+                                : kReads ? kReadChunk
+                                         : kLaneValues;
 
 // A lane's values.
 struct Values {
@@ -52,12 +55,14 @@ class Tiling {
     return static_cast<uint32_t>((bucket(lane) * kLaneValues << log()) + in_bucket(lane) * chunk);
   }
   // In bytes.
-  CGX_LANE uint32_t record_bytes(int bits) const {
-    return static_cast<uint32_t>(kHeaderBytes + (kLaneValues / 8 * bits << log()));
+  template <typename Format>
+  CGX_LANE uint32_t record_bytes() const {
+    return static_cast<uint32_t>(Format::kHeaderBytes + (kLaneValues / 8 * Format::kBits << log()));
   }
-  CGX_LANE uint32_t tile_record_bytes(int bits) const {
-    return static_cast<uint32_t>((kHeaderBytes * kPairLanes >> log()) +
-                                 kLaneValues / 8 * bits * kPairLanes);
+  template <typename Format>
+  CGX_LANE uint32_t tile_record_bytes() const {
+    return static_cast<uint32_t>((Format::kHeaderBytes * kPairLanes >> log()) +
+                                 kLaneValues / 8 * Format::kBits * kPairLanes);
   }
 
  private:

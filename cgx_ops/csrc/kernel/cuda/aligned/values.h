@@ -78,6 +78,20 @@ CGX_LANE void store_values(std::byte* at, int distance, const Values& values) {
     store_once(at + i / kCount * distance, rounded_word<Value>(values.at + i));
 }
 
+// A lane's shared memory for values in a rare case: registers cannot be indexed by a variable.
+inline constexpr int kScratchBytes = 4 * kLaneValues;
+
+CGX_LANE void load_scratch(const std::byte* scratch, Values* values) {
+  CGX_UNROLL
+  for (int i = 0; i < kLaneValues; i += 4)
+    widen_word<Float32>(load<Words4>(scratch + 4 * i), values->at + i);
+}
+CGX_LANE void store_scratch(std::byte* scratch, const Values& values) {
+  CGX_UNROLL
+  for (int i = 0; i < kLaneValues; i += 4)
+    store(scratch + 4 * i, rounded_word<Float32>(values.at + i));
+}
+
 // The values of a lane in a piece's buffer.
 template <typename Value, int kChunk>
 struct Column {
