@@ -66,10 +66,12 @@ void note(const Launch& launch, const aligned::Variant& variant) {
   bool noisy = false;
   if constexpr (!std::is_same_v<Launch, Decode>)
     noisy = launch.rounding == RoundingMode::kStochastic && variant.bits != kExactBits &&
+            variant.format == BucketFormat::kUniform &&
             (variant.encodes || std::is_same_v<Launch, Encode>);
-  variants_run<Launch>.insert(join(int(launch.dtype), " bits ", int(variant.bits), " default ",
-                                   variant.default_size, " own ", variant.own, " residual ",
-                                   variant.residual, " encodes ", variant.encodes, noisy));
+  variants_run<Launch>.insert(join(int(launch.dtype), " format ", int(variant.format), " bits ",
+                                   int(variant.bits), " default ", variant.default_size, " own ",
+                                   variant.own, " residual ", variant.residual, " encodes ",
+                                   variant.encodes, noisy));
 }
 
 template <typename Value, typename Format, int kLanes, typename Launch>
@@ -109,7 +111,7 @@ template <typename Value>
 void run_aligned(const Encode& launch, const aligned::Variant& variant, const Work& work) {
   const bool noisy = launch.rounding == RoundingMode::kStochastic;
   aligned::with_format(variant, [&]<typename Format>(Format, auto lanes) {
-    with_flag(noisy, [&](auto is_noisy) {
+    aligned::with_noise<Format>(noisy, [&](auto is_noisy) {
       with_flag(variant.residual, [&](auto has_residual) {
         run_aligned_groups([&](HostPair& group, uint32_t first, uint32_t step) {
           alignas(16) std::byte memory[Format::template kMemoryBytes<is_noisy>];
@@ -144,10 +146,10 @@ void run_aligned(const Reduce& launch, const aligned::Variant& variant, const Wo
   const bool noisy = launch.rounding == RoundingMode::kStochastic;
   constexpr std::false_type kNo;
   constexpr std::true_type kYes;
-  aligned::with_format(variant, [&](auto format, auto lanes) {
+  aligned::with_format(variant, [&]<typename Format>(Format format, auto lanes) {
     if (!variant.encodes)
       return with_flag(variant.own, [&](auto own) { run(format, lanes, kNo, own, kNo, kNo); });
-    with_flag(noisy, [&](auto is_noisy) {
+    aligned::with_noise<Format>(noisy, [&](auto is_noisy) {
       if (!variant.own) return run(format, lanes, is_noisy, kNo, kNo, kYes);
       with_flag(variant.residual,
                 [&](auto residual) { run(format, lanes, is_noisy, kYes, residual, kYes); });
@@ -256,7 +258,7 @@ void test_encode(Dtype dtype, RoundingMode rounding, Data kind, const std::vecto
   Encode launch{.dtype = dtype, .rounding = rounding, .rank = 3, .phase = 1};
   std::vector<Values> inputs;
   std::vector<int64_t> message_at, residual_at;
-  Space messages, residuals;
+  Space messages{test::alignment.messages}, residuals;
   for (const Shape& shape : shapes) {
     inputs.push_back(make_values(dtype, shape.numel, kind));
     message_at.push_back(messages.add(codec(dtype, shape, shape.coding)->max_bytes(shape.numel)));
@@ -327,7 +329,7 @@ void test_reduce(Dtype dtype, RoundingMode rounding, Data kind, std::vector<Shap
 
   std::vector<std::vector<Values>> inputs;  // by piece, by rank
   std::vector<int64_t> message_at, reduced_at, result_at, residual_at;
-  Space messages, reduced, results, residuals;
+  Space messages{test::alignment.messages}, reduced{test::alignment.messages}, results, residuals;
   for (const Shape& shape : shapes) {
     inputs.emplace_back();
     for (int rank = 0; rank < launch.size; ++rank)
@@ -423,7 +425,7 @@ void test_decode(Dtype dtype, Data kind, const std::vector<Shape>& shapes,
                  const std::string& where) {
   Decode launch{.dtype = dtype};
   std::vector<int64_t> message_at, result_at;
-  Space messages, results;
+  Space messages{test::alignment.messages}, results;
   for (const Shape& shape : shapes) {
     message_at.push_back(messages.add(codec(dtype, shape, shape.coding)->max_bytes(shape.numel)));
     result_at.push_back(results.add(shape.numel * size_of(dtype)));
@@ -480,53 +482,72 @@ void test_pieces() {
   }
 }
 
+// The buckets of a piece that is long enough for a second launch, for its rest.
+int64_t buckets_to_cut(int64_t bucket_size) { return (1 << 16) / bucket_size + 9; }
+
+void test_aligned_piece(const Coding& coding, int64_t bucket_size, int64_t buckets, Dtype dtype,
+                        RoundingMode rounding, Data kind) {
+  const bool cuts = buckets == buckets_to_cut(bucket_size);
+  const int64_t rest = cuts ? one_of<int64_t>({0, 1, 17, bucket_size - 1}) : 0;
+  const std::string where =
+      join("aligned ", test::text_of(coding), ", bucket ", bucket_size, " x ", buckets, " + ", rest,
+           " dtype ", int(dtype), " rounding ", int(rounding), " data ", int(kind));
+  std::vector<Shape> shapes = shapes_around(coding, bucket_size, 0);
+  shapes.push_back({.numel = buckets * bucket_size + rest,
+                    .bucket_size = bucket_size,
+                    .first_index = bucket_size * pick(100),
+                    .coding = coding,
+                    .reduced_coding = coding,
+                    .seed = random_bits()});
+  std::shuffle(shapes.begin(), shapes.end(), random_bits);
+  for (const bool residuals : {false, true})
+    test_encode(dtype, rounding, kind, shapes, where, residuals);
+  for (const Form form : {Form{false, false, false},
+                          {true, false, false},
+                          {false, false, true},
+                          {true, false, true},
+                          {true, true, true}})
+    test_reduce(dtype, rounding, kind, shapes, where, form);
+  test_decode(dtype, kind, shapes, where);
+}
+
 // Whole buckets at aligned addresses, and pieces that are cut. Every aligned kernel runs.
 void test_aligned_pieces() {
-  test::aligned_only = true;
+  constexpr auto kUniform = BucketFormat::kUniform, kLevels = BucketFormat::kLevels;
+  const struct {
+    Coding coding;
+    std::vector<int64_t> bucket_sizes;
+    int64_t message_alignment;
+  } cases[] = {
+      {{.format = kUniform, .bits = 2}, {128, 256, 512, 1024}, 8},
+      {{.format = kUniform, .bits = 4}, {128, 256, 512, 1024}, 8},
+      {{.format = kUniform, .bits = 8}, {128, 256, 512, 1024}, 8},
+      {{.format = kLevels, .bits = 2}, {512}, 2},
+      {{.format = kLevels, .bits = 3}, {512}, 2},
+      {{.format = kLevels, .bits = 4}, {512}, 2},
+      {{.bits = kExactBits}, {128, 256, 512, 1024}, 16},
+  };
   int turn = 0;
-  for (const uint8_t bits : {2, 4, 8, kExactBits}) {
-    for (const int64_t bucket_size : {128, 256, 512, 1024}) {
-      const int64_t cut = (1 << 16) / bucket_size + 9;  // enough for a second launch
-      for (const int64_t buckets :
-           {int64_t{1}, int64_t{3}, int64_t{8}, int64_t{9}, int64_t{40}, cut}) {
-        for (const Dtype dtype : kDtypes) {
-          for (const RoundingMode rounding : {RoundingMode::kNearest, RoundingMode::kStochastic}) {
-            const auto kind = static_cast<Data>(++turn % static_cast<int>(Data::kEnd));
-            const int64_t rest = buckets == cut ? one_of<int64_t>({0, 1, 17, bucket_size - 1}) : 0;
-            const Coding coding{.bits = bits};
-            const std::string where =
-                join("aligned ", int(bits), " bits, bucket ", bucket_size, " x ", buckets, " + ",
-                     rest, " dtype ", int(dtype), " rounding ", int(rounding), " data ", int(kind));
-            std::vector<Shape> shapes = shapes_around(coding, bucket_size, 0);
-            shapes.push_back({.numel = buckets * bucket_size + rest,
-                              .bucket_size = bucket_size,
-                              .first_index = bucket_size * pick(100),
-                              .coding = coding,
-                              .reduced_coding = coding,
-                              .seed = random_bits()});
-            std::shuffle(shapes.begin(), shapes.end(), random_bits);
-            for (const bool residuals : {false, true})
-              test_encode(dtype, rounding, kind, shapes, where, residuals);
-            for (const Form form : {Form{false, false, false},
-                                    {true, false, false},
-                                    {false, false, true},
-                                    {true, false, true},
-                                    {true, true, true}})
-              test_reduce(dtype, rounding, kind, shapes, where, form);
-            test_decode(dtype, kind, shapes, where);
-          }
-        }
-      }
-    }
+  for (const auto& each : cases) {
+    test::alignment = {16, each.message_alignment};
+    for (const int64_t bucket_size : each.bucket_sizes)
+      for (const int64_t buckets : {int64_t{1}, int64_t{3}, int64_t{8}, int64_t{9}, int64_t{40},
+                                    buckets_to_cut(bucket_size)})
+        for (const Dtype dtype : kDtypes)
+          for (const RoundingMode rounding : {RoundingMode::kNearest, RoundingMode::kStochastic})
+            test_aligned_piece(each.coding, bucket_size, buckets, dtype, rounding,
+                               static_cast<Data>(++turn % static_cast<int>(Data::kEnd)));
   }
-  test::aligned_only = false;
-  // 3 dtypes, and for codes 3 widths and 2 kinds of bucket sizes; each Encode with or without
-  // noise and residual. Reduce has values with or without own ones; and records without own values,
-  // and with them with or without residual.
-  constexpr size_t kCodes = 3 * 3 * 2;
-  CHECK(variants_run<Decode>.size() == kCodes + 3, "Decode");
-  CHECK(variants_run<Encode>.size() == 4 * kCodes + 3, "Encode");
-  CHECK(variants_run<Reduce>.size() == (2 + 2 + 4) * kCodes + 3, "Reduce");
+  test::alignment = {};
+  // For 3 dtypes: uniform codes have 3 widths and 2 kinds of bucket sizes, levels 3 widths. Each
+  // Encode has a residual or not, and uniform codes have noise or not. Reduce has values with or
+  // without own ones; and records without own values, and with them with or without residual.
+  constexpr size_t kUniformCodes = 3 * 3 * 2, kLevelCodes = 3 * 3, kExact = 3;
+  CHECK(variants_run<Decode>.size() == kUniformCodes + kLevelCodes + kExact, "Decode");
+  CHECK(variants_run<Encode>.size() == 4 * kUniformCodes + 2 * kLevelCodes + kExact, "Encode");
+  CHECK(variants_run<Reduce>.size() ==
+            (2 + 2 + 4) * kUniformCodes + (2 + 1 + 2) * kLevelCodes + kExact,
+        "Reduce");
 }
 
 // ---- 3. launches after a failure ----

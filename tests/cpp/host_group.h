@@ -58,6 +58,10 @@ class HostPair {
     for (int i = 0; i < active_; ++i) step(backwards_ ? active_ - 1 - i : i);
   }
   void synchronize(int /*lanes_of_bucket*/) {}
+  template <int kCount, typename T>
+  T other(const Lanes<T>& values, int lane, uint32_t number) const {
+    return values[lane / kCount * kCount + number % kCount];
+  }
   void share_extremes(Lanes<Extremes>& keys, int lanes_of_bucket) {
     for (int first = 0; first < active_; first += lanes_of_bucket) {
       Extremes all = keys[first];

@@ -28,11 +28,14 @@ T one_of(std::initializer_list<T> list) {
   return list.begin()[pick(static_cast<int64_t>(list.size()))];
 }
 
-// Whether all addresses and sizes below are multiples of 16; otherwise they are arbitrary.
-inline bool aligned_only = false;
+// All addresses and sizes below are multiples of these; 1: they are arbitrary.
+struct Alignment {
+  int64_t values = 1, messages = 1;
+};
+inline Alignment alignment;
 
 // The bytes after a message.
-inline int64_t padding() { return aligned_only ? 16 * pick(3) : pick(20); }
+inline int64_t padding() { return pick(48) / alignment.messages * alignment.messages; }
 
 // Values of a dtype at an offset from an aligned address. The buffer ends with the last value.
 struct Values {
@@ -45,7 +48,7 @@ inline Values make_values(Dtype dtype, int64_t numel, Data kind) {
   static std::normal_distribution<float> normal;
   const int64_t width = size_of(dtype);
   Values values;
-  values.skipped = aligned_only ? 0 : one_of<int64_t>({0, 0, 0, 1, 2, 4, 8, 11});
+  values.skipped = one_of<int64_t>({0, 0, 0, 1, 2, 4, 8, 11}) / alignment.values * alignment.values;
   values.memory.resize(static_cast<size_t>(values.skipped + numel * width));
   for (int64_t i = 0; i < numel; ++i) {
     const float x = value_of(kind, random_bits, normal);
@@ -73,14 +76,15 @@ inline Memory as_floats(Dtype dtype, const std::byte* values, int64_t numel,
 // The output memory of a launch, in several ranges. Afterwards all bytes must be as expected,
 // including those between the ranges.
 struct Space {
-  Memory actual, expected;
+  int64_t unit = alignment.values;
+  Memory actual = {}, expected = {};
 
   // Adds a range of `bytes` bytes and returns its offset.
   int64_t add(int64_t bytes) {
-    const int64_t gap = aligned_only ? 16 : one_of<int64_t>({16, 16, 17, 22, 24, 31});
+    const int64_t gap = one_of<int64_t>({16, 16, 17, 22, 24, 31}) / unit * unit;
     const int64_t at = static_cast<int64_t>(actual.size()) + gap;
     const int64_t end = at + bytes + 16;
-    actual.resize(static_cast<size_t>(aligned_only ? (end + 15) / 16 * 16 : end), kFill);
+    actual.resize(static_cast<size_t>((end + unit - 1) / unit * unit), kFill);
     return at;
   }
   // Adds a range that contains `bytes`.

@@ -17,6 +17,7 @@ LAUNCHES = ("Encode", "Reduce", "Decode")
 FORMATS = ("UniformFormat", "AnyFormat", "SparseFormat")
 GROUPS = ("Warp", "Block<512>")
 UNIFORM = ("Uniform<2>", "Uniform<4>", "Uniform<8>")
+LEVELS = ("Levels<2>", "Levels<3>", "Levels<4>")
 LANES = ("0", "32")  # of a bucket: any number, or those of 512 values
 FLAGS = ("false", "true")
 
@@ -25,11 +26,16 @@ KERNELS = [
     ("run_buckets", DTYPES, FORMATS, GROUPS, LAUNCHES),
     # Flags: stochastic rounding, residuals.
     ("encode_aligned", DTYPES, UNIFORM, LANES, FLAGS, FLAGS),
+    ("encode_aligned", DTYPES, LEVELS, ["32"], ["false"], FLAGS),
     # Flags: stochastic rounding, own values, residuals, encoding of the sum.
     ("reduce_aligned", DTYPES, UNIFORM, LANES, ["false"], FLAGS, ["false"], ["false"]),
     ("reduce_aligned", ["Float32"], UNIFORM, LANES, FLAGS, ["false"], ["false"], ["true"]),
     ("reduce_aligned", DTYPES, UNIFORM, LANES, FLAGS, ["true"], FLAGS, ["true"]),
+    ("reduce_aligned", DTYPES, LEVELS, ["32"], ["false"], FLAGS, ["false"], ["false"]),
+    ("reduce_aligned", ["Float32"], LEVELS, ["32"], ["false"], ["false"], ["false"], ["true"]),
+    ("reduce_aligned", DTYPES, LEVELS, ["32"], ["false"], ["true"], FLAGS, ["true"]),
     ("decode_aligned", DTYPES, UNIFORM, LANES),
+    ("decode_aligned", DTYPES, LEVELS, ["32"]),
     ("run_exact", DTYPES, LAUNCHES),
 ]
 

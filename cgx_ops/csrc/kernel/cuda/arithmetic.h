@@ -71,6 +71,7 @@ CGX_LANE float floor_as_integer(float x) {
 #endif
 }
 
+CGX_LANE float magnitude_of(float x) { return __builtin_fabsf(x); }
 CGX_LANE float with_one_nan(float x) { return x == x ? x : float_of(kFloat32Nan); }
 
 // Integers in the order of the values, with -0 < +0, and NaNs beyond the infinities. The function

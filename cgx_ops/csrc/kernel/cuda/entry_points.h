@@ -23,12 +23,17 @@ const void* kernel(Dtype dtype, const Variant& variant, bool noisy);
 // Calls visit(variant) for every variant that there may be.
 template <typename Visit>
 void for_variants(const Visit& visit) {
+  const auto visit_all = [&](BucketFormat format, uint8_t bits, bool default_size) {
+    for (const bool own : {false, true})
+      for (const bool residual : {false, true})
+        for (const bool encodes : {false, true})
+          visit(Variant{format, bits, default_size, own, residual, encodes});
+  };
   for (const uint8_t bits : {2, 4, 8, kExactBits})
     for (const bool default_size : {false, true})
-      for (const bool own : {false, true})
-        for (const bool residual : {false, true})
-          for (const bool encodes : {false, true})
-            visit(Variant{bits, default_size, own, residual, encodes});
+      visit_all(BucketFormat::kUniform, bits, default_size);
+  for (const uint8_t bits : {2, 3, 4})
+    visit_all(BucketFormat::kLevels, bits, /*default_size=*/true);
 }
 
 }  // namespace aligned

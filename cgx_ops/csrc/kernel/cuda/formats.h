@@ -103,22 +103,25 @@ CGX_LANE Grid grid_of(const Coding& coding, int64_t numel, float largest, const 
 
 // ---- 3. codes ----
 
+// The middle between a level and the next.
+CGX_LANE float middle_above(int bits, int level) {
+  return multiply(0.5f, add(gaussian_level(bits, level), gaussian_level(bits, level + 1)));
+}
+
 // Counts the thresholds between levels that the magnitude reaches, bit by bit from the highest.
 CGX_LANE uint32_t level_of(float magnitude, float scale, int bits) {
   int level = 0;
   CGX_ROLLED
   for (int bit = 1 << (bits - 1) >> 1; bit > 0; bit /= 2) {
     const int below = level + bit - 1;
-    const float middle =
-        multiply(0.5f, add(gaussian_level(bits, below), gaussian_level(bits, below + 1)));
-    if (magnitude >= multiply(middle, scale)) level += bit;
+    if (magnitude >= multiply(middle_above(bits, below), scale)) level += bit;
   }
   return static_cast<uint32_t>(level);
 }
 
 CGX_LANE uint32_t code_of(float x, const Grid& grid, const Coding& coding, float r) {
   const bool negative = x < 0.0f;
-  const float magnitude = float_of(bits_of(x) & 0x7fffffffu);
+  const float magnitude = magnitude_of(x);
   const uint32_t sign = negative ? 1u << (coding.bits - 1) : 0u;
   switch (coding.format) {
     case BucketFormat::kLevels:

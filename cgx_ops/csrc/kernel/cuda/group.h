@@ -81,6 +81,12 @@ struct Pair {
     else
       __syncwarp(mask_of(lanes_of_bucket));
   }
+  // The value of lane `number` % kCount of those kCount lanes, a power of two, to which this one
+  // belongs. Warps must be active as a whole.
+  template <int kCount, typename T>
+  CGX_LANE T other(const OwnLane<T>& values, int /*lane*/, uint32_t number) const {
+    return __shfl_sync(~0u, values.own, static_cast<int>(number), kCount);
+  }
   // Gives each lane the extremes of its bucket.
   CGX_LANE void share_extremes(OwnLane<Extremes>& keys, int lanes_of_bucket) const {
     Extremes& own = keys.own;

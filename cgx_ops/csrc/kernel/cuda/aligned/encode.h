@@ -9,7 +9,7 @@ namespace cgx::device::cuda::aligned {
 template <typename Value, typename Format, int kLanes, bool kNoisy, bool kResidual, typename Group>
 CGX_LANE void encode(Group& group, std::byte* memory, const Encode& launch, const Work& work,
                      uint32_t first, uint32_t step) {
-  constexpr int kChunk = kChunkOf<Value, /*kReads=*/true, kResidual>;
+  constexpr int kChunk = kChunkOf<Format, Value, /*kReads=*/true, kResidual>;
   const Place place = place_of(launch.regions, launch.fault);
   if (place.failed) {
     if constexpr (kResidual)

@@ -1,6 +1,9 @@
 // The formats of codes, as template arguments. A format has these members:
 //
 //   kFormat, kBits, kHeaderBytes    Its name, the bits of a code, and the bytes of a header.
+//   kAlignment                      Of its records.
+//   kRoundsNoisily                  Whether it supports stochastic rounding.
+//   kKeepsWriteChunks               Whether the chunks of values are always those for writing.
 //   kMemoryBytes<kNoisy>            Shared memory of a group for encode().
 //   load_header(), store_header()
 //   decode(group, scratch, records, values)
@@ -8,6 +11,7 @@
 //                                    decoded)
 #pragma once
 
+#include "kernel/cuda/aligned/levels.h"
 #include "kernel/cuda/aligned/pieces.h"
 #include "kernel/cuda/aligned/uniform.h"
 #include "kernel/cuda/with.h"
@@ -18,12 +22,27 @@ namespace cgx::device::cuda::aligned {
 // has the default size; otherwise 0.
 template <typename Use>
 auto with_format(const Variant& variant, const Use& use) {
+  using Default = Number<kWarpLanes>;
+  if (variant.format == BucketFormat::kLevels) {
+    if (variant.bits == 2) return use(Levels<2>{}, Default{});
+    if (variant.bits == 3) return use(Levels<3>{}, Default{});
+    return use(Levels<4>{}, Default{});
+  }
   const auto with_lanes = [&](auto format) {
-    return variant.default_size ? use(format, Number<kWarpLanes>{}) : use(format, Number<0>{});
+    return variant.default_size ? use(format, Default{}) : use(format, Number<0>{});
   };
   if (variant.bits == 2) return with_lanes(Uniform<2>{});
   if (variant.bits == 4) return with_lanes(Uniform<4>{});
   return with_lanes(Uniform<8>{});
+}
+
+// Returns use(std::true_type{}) or use(std::false_type{}): whether a format rounds stochastically.
+template <typename Format, typename Use>
+auto with_noise(bool noisy, const Use& use) {
+  if constexpr (Format::kRoundsNoisily)
+    return with_flag(noisy, use);
+  else
+    return use(std::false_type{});
 }
 
 }  // namespace cgx::device::cuda::aligned

@@ -15,11 +15,14 @@ namespace cgx::device::cuda::aligned {
 
 // The minimum number of blocks per multiprocessor, so that no registers are spilled.
 inline constexpr int kMostBlocks = 16;  // 64 registers
-constexpr int blocks_of_encode(bool residual) { return residual ? 10 : kMostBlocks; }  // 96, 64
-constexpr int blocks_of_reduce(bool residual) { return residual ? 8 : 14; }            // 128, 72
+template <typename Format>
+constexpr int blocks_of_encode(bool residual) {  // 96, 80, 64 registers
+  return residual ? 10 : Format::kFormat == BucketFormat::kLevels ? 12 : kMostBlocks;
+}
+constexpr int blocks_of_reduce(bool residual) { return residual ? 8 : 14; }  // 128, 72
 
 template <typename Value, typename Format, int kLanes, bool kNoisy, bool kResidual>
-__global__ void __launch_bounds__(kPairLanes, blocks_of_encode(kResidual))
+__global__ void __launch_bounds__(kPairLanes, blocks_of_encode<Format>(kResidual))
     encode_aligned(const __grid_constant__ Encode launch, const __grid_constant__ Work work) {
   __shared__ alignas(16) std::byte memory[Format::template kMemoryBytes<kNoisy>];
   __shared__ Pair::Shared shared;

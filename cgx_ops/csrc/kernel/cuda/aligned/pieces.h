@@ -1,7 +1,12 @@
-// Which pieces the kernels of this folder process. They are the common case, and fast: whole
-// buckets of 128 to 1,024 values (a power of two) in 2, 4 or 8 bits, rounded to nearest or
-// stochastically, and exact values, all at aligned addresses. Everything else takes the general
-// kernels (buckets.h), which give the same bits. For the host.
+// Which pieces the kernels of this folder process. They are the common cases, and fast. All
+// addresses are aligned. For the host.
+//
+//   uniform codes  2, 4 or 8 bits, rounded to nearest or stochastically, in whole buckets of 128 to
+//                  1,024 values (a power of two)
+//   levels         2, 3 or 4 bits, in whole buckets of 512 values
+//   exact values
+//
+// Everything else takes the general kernels (buckets.h), which give the same bits.
 #pragma once
 
 #include <algorithm>
@@ -17,6 +22,7 @@ namespace cgx::device::cuda::aligned {
 
 // A kernel of this folder. There is one for each combination that variant_of() returns.
 struct Variant {
+  BucketFormat format = BucketFormat::kUniform;
   uint8_t bits = kExactBits;  // of codes, or kExactBits
   bool default_size = false;  // whether buckets have 512 values
   bool own = false;           // Reduce: whether own values are added
@@ -29,8 +35,13 @@ struct Variant {
 inline constexpr int64_t kDefaultSize = 512;
 static_assert(kDefaultSize == kWarpLanes * kLaneValues);
 
-// Alignments in bytes. A lane moves 16 bytes of values, and up to 8 bytes of codes, at a time.
-inline constexpr uintptr_t kValueAlignment = 16, kRecordAlignment = 8;
+// Alignments in bytes. A lane moves 16 bytes of values, and up to 8 bytes of codes, at a time. The
+// records of levels have an odd number of 2-byte words.
+inline constexpr uintptr_t kValueAlignment = 16;
+inline uintptr_t message_alignment(const Coding& coding) {
+  if (is_exact(coding)) return kValueAlignment;
+  return coding.format == BucketFormat::kLevels ? 2 : 8;
+}
 
 // Whether these addresses, or distances between addresses, are multiples of `to`. Null is one.
 template <typename... Addresses>
@@ -50,10 +61,13 @@ inline bool are_copies_aligned(uintptr_t to, const Copies& copies) {
 
 inline bool has_variants(const Piece& piece) {
   const Coding& coding = piece.coding;
-  if (!is_plain(coding) || is_exact(coding)) return is_exact(coding);
-  const bool has_bits = coding.bits == 2 || coding.bits == 4 || coding.bits == 8;
+  if (is_exact(coding)) return true;
   const int64_t size = piece.bucket_size;
-  return has_bits && kLeastBucket <= size && size <= kTileNumel && (size & (size - 1)) == 0;
+  if (coding == Coding{.format = BucketFormat::kLevels, .bits = coding.bits})
+    return 2 <= coding.bits && coding.bits <= 4 && size == kDefaultSize;
+  const bool has_bits = coding.bits == 2 || coding.bits == 4 || coding.bits == 8;
+  return is_plain(coding) && has_bits && kLeastBucket <= size && size <= kTileNumel &&
+         (size & (size - 1)) == 0;
 }
 
 // The kernel for the whole buckets of a piece; nullopt: a general one.
@@ -61,13 +75,14 @@ inline std::optional<Variant> variant_of(const Encode& launch, const Piece& piec
   if (!has_variants(piece)) return {};
   const bool exact = is_exact(piece.coding);
   if (exact ? piece.residual != nullptr : launch.rounding == RoundingMode::kShift) return {};
-  const uintptr_t to = exact ? kValueAlignment : kRecordAlignment;
+  const uintptr_t to = message_alignment(piece.coding);
   if (!are_aligned(kValueAlignment, piece.values, piece.residual) ||
       !are_aligned(to, piece.message, launch.regions.bytes) ||
       !are_copies_aligned(to, launch.copies))
     return {};
   if (exact) return Variant{};
-  return Variant{.bits = piece.coding.bits,
+  return Variant{.format = piece.coding.format,
+                 .bits = piece.coding.bits,
                  .default_size = piece.bucket_size == kDefaultSize,
                  .residual = piece.residual != nullptr};
 }
@@ -83,24 +98,30 @@ inline std::optional<Variant> variant_of(const Reduce& launch, const Piece& piec
   if (piece.residual && (exact || !own || !encodes)) return {};
   if (!exact && launch.size == 1 && own) return {};  // no message
   if (!exact && encodes && launch.rounding == RoundingMode::kShift) return {};
-  const uintptr_t to = exact ? kValueAlignment : kRecordAlignment;
+  const uintptr_t to = message_alignment(piece.coding);
   if (!are_aligned(kValueAlignment, piece.values, piece.residual, piece.result) ||
       !are_aligned(to, piece.message, piece.reduced, launch.stride, launch.regions.bytes) ||
       !are_copies_aligned(to, launch.copies))
     return {};
   if (exact) return Variant{};
-  return Variant{piece.coding.bits, piece.bucket_size == kDefaultSize, own,
-                 piece.residual != nullptr, encodes};
+  return Variant{.format = piece.coding.format,
+                 .bits = piece.coding.bits,
+                 .default_size = piece.bucket_size == kDefaultSize,
+                 .own = own,
+                 .residual = piece.residual != nullptr,
+                 .encodes = encodes};
 }
 
 inline std::optional<Variant> variant_of(const Decode& launch, const Piece& piece) {
   if (!has_variants(piece)) return {};
-  const uintptr_t to = is_exact(piece.coding) ? kValueAlignment : kRecordAlignment;
+  const uintptr_t to = message_alignment(piece.coding);
   if (!are_aligned(kValueAlignment, piece.result) ||
       !are_aligned(to, piece.message, launch.regions.bytes))
     return {};
   if (is_exact(piece.coding)) return Variant{};
-  return Variant{.bits = piece.coding.bits, .default_size = piece.bucket_size == kDefaultSize};
+  return Variant{.format = piece.coding.format,
+                 .bits = piece.coding.bits,
+                 .default_size = piece.bucket_size == kDefaultSize};
 }
 
 // The values of a piece that its aligned kernel processes: whole buckets, or whole words of 16

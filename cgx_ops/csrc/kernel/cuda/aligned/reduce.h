@@ -36,7 +36,7 @@ template <typename Value, typename Format, int kLanes, bool kNoisy, bool kOwn, b
 CGX_LANE void reduce(Group& group, ReduceMemory<Format, kNoisy, kEncodes>* memory,
                      const Reduce& launch, const Work& work, uint32_t first, uint32_t step) {
   constexpr bool kWritesValues = kResidual || !kEncodes;
-  constexpr int kChunk = kChunkOf<Value, kOwn, kWritesValues>;
+  constexpr int kChunk = kChunkOf<Format, Value, kOwn, kWritesValues>;
   const Place place = place_of(launch.regions, launch.fault);
   if (place.failed) {
     if constexpr (kResidual)

@@ -5,7 +5,7 @@ namespace cgx::device::cuda::aligned {
 
 const void* records_kernel(Dtype dtype, const Variant& variant, bool noisy) {
   return with_format(variant, [&]<typename Format>(Format, auto lanes) {
-    return with_flag(noisy, [&](auto is_noisy) {
+    return with_noise<Format>(noisy, [&](auto is_noisy) {
       // Without own values the dtype does not matter.
       if (!variant.own)
         return reinterpret_cast<const void*>(

@@ -24,10 +24,11 @@ inline constexpr int64_t kMostNumel = int64_t{1} << 36;  // of a piece: its lane
 inline constexpr int kReadChunk = 8;
 template <typename Value>
 inline constexpr int kWriteChunk = 16 / static_cast<int>(sizeof(typename Value::Bits));
-template <typename Value, bool kReads, bool kWrites>
-inline constexpr int kChunkOf = kWrites  ? kWriteChunk<Value>
-                                : kReads ? kReadChunk
-                                         : kLaneValues;
+// The chunks of a kernel that reads or writes values.
+template <typename Format, typename Value, bool kReads, bool kWrites>
+inline constexpr int kChunkOf = kWrites || Format::kKeepsWriteChunks ? kWriteChunk<Value>
+                                : kReads                             ? kReadChunk
+                                                                     : kLaneValues;
 
 // A lane's values.
 struct Values {

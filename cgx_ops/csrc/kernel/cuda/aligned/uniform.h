@@ -107,7 +107,8 @@ template <int kBitsOfCode>
 struct Uniform {
   static constexpr BucketFormat kFormat = BucketFormat::kUniform;
   static constexpr int kBits = kBitsOfCode;
-  static constexpr int kHeaderBytes = 8;
+  static constexpr int kHeaderBytes = 8, kAlignment = 8;
+  static constexpr bool kRoundsNoisily = true, kKeepsWriteChunks = false;
   template <bool kNoisy>
   static constexpr int kMemoryBytes = kNoisy ? kNoiseBytes : 16;
 
