@@ -1,6 +1,6 @@
 // Compares the code of the GPU kernels with the CPU kernels and codecs, bit for bit. HostGroup
 // (host_group.h) runs this code on the host. GPU instructions for loads, reductions and
-// conversions, and kernel launches, are not covered here.
+// conversions, the synchronization of lanes, and kernel launches are not covered here.
 //
 //   1. launches on the host
 //   2. Encode, Reduce, Decode of random pieces
@@ -34,6 +34,7 @@
 #include "kernel/cuda/aligned/reduce.h"
 #include "kernel/cuda/assign.h"
 #include "kernel/cuda/buckets.h"
+#include "kernel/cuda/entry_points.h"
 #include "kernel/cuda/with.h"
 #include "kernel/cuda/work.h"
 #include "kernel/kernels.h"
@@ -68,6 +69,9 @@ void note(const Launch& launch, const aligned::Variant& variant) {
     noisy = launch.rounding == RoundingMode::kStochastic && variant.bits != kExactBits &&
             variant.format == BucketFormat::kUniform &&
             (variant.encodes || std::is_same_v<Launch, Encode>);
+  bool is_loaded = false;
+  aligned::for_variants([&](const aligned::Variant& one) { is_loaded |= one == variant; });
+  CHECK(is_loaded, "for_variants() visits the variant");
   variants_run<Launch>.insert(join(int(launch.dtype), " format ", int(variant.format), " bits ",
                                    int(variant.bits), " default ", variant.default_size, " own ",
                                    variant.own, " residual ", variant.residual, " encodes ",
@@ -109,18 +113,14 @@ void run_aligned_groups(const Body& body) {
 
 template <typename Value>
 void run_aligned(const Encode& launch, const aligned::Variant& variant, const Work& work) {
-  const bool noisy = launch.rounding == RoundingMode::kStochastic;
-  aligned::with_format(variant, [&]<typename Format>(Format, auto lanes) {
-    aligned::with_noise<Format>(noisy, [&](auto is_noisy) {
-      with_flag(variant.residual, [&](auto has_residual) {
-        run_aligned_groups([&](HostPair& group, uint32_t first, uint32_t step) {
-          alignas(16) std::byte memory[Format::template kMemoryBytes<is_noisy>];
-          aligned::encode<Value, Format, lanes, is_noisy, has_residual>(group, memory, launch, work,
-                                                                        first, step);
-        });
-      });
-    });
-  });
+  aligned::with_encode(variant, is_noisy(launch),
+                       [&]<typename Format>(Format, auto lanes, auto noisy, auto residual) {
+                         run_aligned_groups([&](HostPair& group, uint32_t first, uint32_t step) {
+                           alignas(16) std::byte memory[Format::template kMemoryBytes<noisy>];
+                           aligned::encode<Value, Format, lanes, noisy, residual>(
+                               group, memory, launch, work, first, step);
+                         });
+                       });
 }
 
 template <typename Value>
@@ -143,18 +143,8 @@ void run_aligned(const Reduce& launch, const aligned::Variant& variant, const Wo
                                                                            work, first, step);
     });
   };
-  const bool noisy = launch.rounding == RoundingMode::kStochastic;
-  constexpr std::false_type kNo;
-  constexpr std::true_type kYes;
-  aligned::with_format(variant, [&]<typename Format>(Format format, auto lanes) {
-    if (!variant.encodes)
-      return with_flag(variant.own, [&](auto own) { run(format, lanes, kNo, own, kNo, kNo); });
-    aligned::with_noise<Format>(noisy, [&](auto is_noisy) {
-      if (!variant.own) return run(format, lanes, is_noisy, kNo, kNo, kYes);
-      with_flag(variant.residual,
-                [&](auto residual) { run(format, lanes, is_noisy, kYes, residual, kYes); });
-    });
-  });
+  if (variant.encodes) return aligned::with_records(variant, is_noisy(launch), run);
+  aligned::with_values(variant, run);
 }
 
 template <typename Launch>
@@ -312,7 +302,11 @@ struct Form {
 // form: of all pieces; otherwise it is random for each.
 void test_reduce(Dtype dtype, RoundingMode rounding, Data kind, std::vector<Shape> shapes,
                  const std::string& where, const std::optional<Form>& form = {}) {
-  Reduce launch{.dtype = dtype, .rounding = rounding, .divisor = 3.0f, .rank = 2, .phase = 1};
+  Reduce launch{.dtype = dtype,
+                .rounding = rounding,
+                .divisor = one_of({1.0f, 2.0f, 3.0f, 16.0f}),
+                .rank = 2,
+                .phase = 1};
   launch.size = static_cast<int32_t>(1 + pick(5));
   launch.own = static_cast<int32_t>(pick(launch.size + 1)) - 1;
   launch.op = one_of({Op::kSum, Op::kAvg});
@@ -493,12 +487,20 @@ void test_aligned_piece(const Coding& coding, int64_t bucket_size, int64_t bucke
       join("aligned ", test::text_of(coding), ", bucket ", bucket_size, " x ", buckets, " + ", rest,
            " dtype ", int(dtype), " rounding ", int(rounding), " data ", int(kind));
   std::vector<Shape> shapes = shapes_around(coding, bucket_size, 0);
-  shapes.push_back({.numel = buckets * bucket_size + rest,
-                    .bucket_size = bucket_size,
-                    .first_index = bucket_size * pick(100),
-                    .coding = coding,
-                    .reduced_coding = coding,
-                    .seed = random_bits()});
+  const auto add = [&](int64_t numel, int64_t size) {
+    shapes.push_back({.numel = numel,
+                      .bucket_size = size,
+                      .first_index = size * pick(100),
+                      .coding = coding,
+                      .reduced_coding = coding,
+                      .seed = random_bits()});
+  };
+  add(buckets * bucket_size + rest, bucket_size);
+  for (int64_t more = pick(4); more > 0; --more) {  // for the same kernel, and for others
+    const bool same = pick(2) || coding.format == BucketFormat::kLevels;
+    const int64_t size = same ? bucket_size : one_of<int64_t>({128, 256, 512, 1024});
+    add(size * (1 + pick(9)), size);
+  }
   std::shuffle(shapes.begin(), shapes.end(), random_bits);
   for (const bool residuals : {false, true})
     test_encode(dtype, rounding, kind, shapes, where, residuals);
@@ -509,6 +511,77 @@ void test_aligned_piece(const Coding& coding, int64_t bucket_size, int64_t bucke
                           {true, true, true}})
     test_reduce(dtype, rounding, kind, shapes, where, form);
   test_decode(dtype, kind, shapes, where);
+}
+
+// After a failure, results and residuals become NaN, and nothing else is written.
+void test_aligned_failure(Dtype dtype, const Coding& coding, int64_t bucket_size, int64_t buckets) {
+  const uint32_t fault = 1;
+  const int64_t width = size_of(dtype), numel = buckets * bucket_size;
+  const auto bytes = static_cast<size_t>(numel * width);
+  float nan = std::bit_cast<float>(kFloat32Nan);
+  Memory nans(bytes);
+  for (int64_t i = 0; i < numel; ++i)
+    kernels().convert(Dtype::kFloat32, &nan, dtype, nans.data() + i * width, 1);
+  Values values = make_values(dtype, numel, Data::kNormal);
+  Space residuals, results;
+  const int64_t residual = residuals.add(nans), result = results.add(nans);
+  std::fill_n(residuals.place(residual), bytes, kFill);
+  std::fill_n(results.place(result), bytes, kFill);
+  const bool exact = is_exact(coding);
+  // Messages must not be read or written: peers may be reading them.
+  auto* const message = reinterpret_cast<std::byte*>(uintptr_t{1} << 40);
+  const Piece piece{.values = values.data(),
+                    .message = message,
+                    .numel = numel,
+                    .bucket_size = bucket_size,
+                    .coding = coding,
+                    .reduced_coding = coding};
+  const std::string where =
+      join(test::text_of(coding), " bucket ", bucket_size, " x ", buckets, " dtype ", int(dtype));
+  const auto check = [&](const auto& launch) {
+    for (Space* space : {&residuals, &results}) space->expected.clear();
+    const Piece& used = launch.pieces.at[0];
+    if (used.residual) residuals.expect(residual, nans);
+    if (used.result) results.expect(result, nans);
+    for_kernels(launch, [&](const auto&, const Kernel& kernel) {
+      CHECK(kernel.aligned.has_value(), where);
+    });
+    run(launch);
+    CHECK(residuals.as_expected() && results.as_expected(), where);
+    std::fill_n(residuals.place(residual), bytes, kFill);
+    std::fill_n(results.place(result), bytes, kFill);
+  };
+  Encode encode{.dtype = dtype, .pieces = {1, {piece}}, .fault = &fault};
+  check(encode);
+  Decode decode{.dtype = dtype, .pieces = {1, {piece}}, .fault = &fault};
+  decode.pieces.at[0].result = results.place(result);
+  check(decode);
+  Reduce reduce{
+      .dtype = dtype, .size = 2, .own = 1, .stride = 4096, .pieces = {1, {piece}}, .fault = &fault};
+  reduce.pieces.at[0].result = results.place(result);
+  check(reduce);
+  reduce.pieces.at[0].result = nullptr;
+  reduce.pieces.at[0].reduced = message;
+  check(reduce);
+  if (exact) return;
+  reduce.pieces.at[0].residual = encode.pieces.at[0].residual = residuals.place(residual);
+  check(reduce);
+  check(encode);
+}
+
+void test_aligned_failures() {
+  test::alignment = {16, 16};
+  for (const Dtype dtype : kDtypes) {
+    for (const int64_t buckets : {3, 7, 40}) {
+      for (const int64_t bucket_size : {128, 256, 512, 1024}) {
+        for (const uint8_t bits : {2, 4, 8})
+          test_aligned_failure(dtype, {.bits = bits}, bucket_size, buckets);
+        test_aligned_failure(dtype, {}, bucket_size, buckets);
+      }
+      for (const uint8_t bits : {2, 3, 4})
+        test_aligned_failure(dtype, {.format = BucketFormat::kLevels, .bits = bits}, 512, buckets);
+    }
+  }
 }
 
 // Whole buckets at aligned addresses, and pieces that are cut. Every aligned kernel runs.
@@ -538,6 +611,7 @@ void test_aligned_pieces() {
             test_aligned_piece(each.coding, bucket_size, buckets, dtype, rounding,
                                static_cast<Data>(++turn % static_cast<int>(Data::kEnd)));
   }
+  test_aligned_failures();
   test::alignment = {};
   // For 3 dtypes: uniform codes have 3 widths and 2 kinds of bucket sizes, levels 3 widths. Each
   // Encode has a residual or not, and uniform codes have noise or not. Reduce has values with or

@@ -86,6 +86,10 @@ void test_assignment() {
   regions.regions.bytes = 4;
   shift.rounding = RoundingMode::kShift;
   CHECK(!is_aligned(copies) && !is_aligned(regions) && !is_aligned(shift), "an Encode");
+  Encode longest = launch, too_long = launch;
+  longest.pieces.at[0].numel = aligned::kMostNumel - 512;
+  too_long.pieces.at[0].numel = aligned::kMostNumel;
+  CHECK(is_aligned(longest) && !is_aligned(too_long), "lanes of a piece have 32 bits");
   const Reduce sum{.size = 2,
                    .stride = 264,
                    .pieces = {1,

@@ -23,8 +23,6 @@ CGX_LANE Place place_of(const Regions& regions, const uint32_t* fault) {
   return {done % 2 ? bytes : 0, done % 2 ? 0 : bytes, fault && *fault != 0};
 }
 
-CGX_LANE std::byte* moved(std::byte* from, int64_t bytes) { return from ? from + bytes : nullptr; }
-
 // Calls visit(address) for each address that receives a message.
 template <typename Visit>
 CGX_LANE void visit_copies(const Copies* copies, std::byte* first, const Visit& visit) {

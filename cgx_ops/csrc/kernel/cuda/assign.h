@@ -27,7 +27,6 @@ inline Kernel general_kernel(const Piece& piece) {
 
 // The part of a piece from element `first` on, which begins a bucket.
 inline Piece after(const Piece& piece, int64_t first, int width) {
-  const auto moved = [](auto* from, int64_t bytes) { return from ? from + bytes : nullptr; };
   const auto offset = [&](const Coding& coding) {
     if (is_exact(coding)) return first * width;
     return bucket_at(first / piece.bucket_size, piece.bucket_size, coding, width);

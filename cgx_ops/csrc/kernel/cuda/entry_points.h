@@ -1,6 +1,8 @@
 // The kernels as addresses, which kernels.cu launches and loads.
 #pragma once
 
+#include <type_traits>
+
 #include "base/types.h"
 #include "kernel/cuda/aligned/pieces.h"
 #include "kernel/cuda/work.h"
@@ -14,11 +16,26 @@ const void* general_kernel(Dtype dtype, Takers takers);
 
 const void* signals_kernel();
 
+// Whether a launch rounds stochastically.
+template <typename Launch>
+bool is_noisy(const Launch& launch) {
+  if constexpr (std::is_same_v<Launch, Decode>)
+    return false;
+  else
+    return launch.rounding == RoundingMode::kStochastic;
+}
+
 namespace aligned {
 
-// A kernel of aligned/, which is noisy if it rounds stochastically; null if there is none.
+// A kernel of aligned/, which is noisy if it rounds stochastically.
 template <typename Launch>
 const void* kernel(Dtype dtype, const Variant& variant, bool noisy);
+template <>
+const void* kernel<Encode>(Dtype dtype, const Variant& variant, bool noisy);
+template <>
+const void* kernel<Reduce>(Dtype dtype, const Variant& variant, bool noisy);
+template <>
+const void* kernel<Decode>(Dtype dtype, const Variant& variant, bool noisy);
 
 // Calls visit(variant) for every variant that there may be.
 template <typename Visit>

@@ -1,6 +1,7 @@
 // A group of lanes that process one bucket: a thread block of one or more warps. Kernel code is a
-// sequence of steps, `group.each(step)`: every lane runs the step, then they synchronize. Variables
-// that live across steps are Lanes<T>; all others are equal in every lane.
+// sequence of steps, `group.each(step)`: every lane runs the step, then they synchronize. (Pair,
+// whose lanes process several buckets, synchronizes on request.) Variables that live across steps
+// are Lanes<T>; all others are equal in every lane.
 //
 // So a host can run the same code with a loop over lanes, in any order (tests/cpp/host_group.h).
 // Data that a step writes for other lanes may be read only in later steps.
@@ -68,7 +69,8 @@ struct Pair {
 
   CGX_LANE explicit Pair(Shared* shared) : lane(static_cast<int>(threadIdx.x)), shared_(shared) {}
 
-  // Selects the first lanes, whole buckets, for all further steps. Returns whether this is one.
+  // Selects the first lanes, whole buckets, for all further steps. Returns false in the other
+  // lanes, which must then skip these steps.
   CGX_LANE bool select(uint32_t active) const { return static_cast<uint32_t>(lane) < active; }
   template <typename Step>
   CGX_LANE void for_lanes(const Step& step) const {

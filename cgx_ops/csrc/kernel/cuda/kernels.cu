@@ -31,14 +31,6 @@ const void* general_kernel_of(Formats formats, Dtype dtype, Takers takers) {
 }
 
 template <typename Launch>
-bool is_noisy(const Launch& launch) {
-  if constexpr (std::is_same_v<Launch, Decode>)
-    return false;
-  else
-    return launch.rounding == RoundingMode::kStochastic;
-}
-
-template <typename Launch>
 void launch_all(const Launch& launch, int processors, void* stream) {
   static_assert(sizeof(Launch) + sizeof(Work) <= 4096, "kernel parameters");
   for_kernels(launch, [&](const Launch& part, const Kernel& kernel) {
@@ -59,7 +51,7 @@ void launch_all(const Launch& launch, int processors, void* stream) {
 
 void load(const void* kernel) {
   cudaFuncAttributes attributes;
-  if (kernel) require_success(cudaFuncGetAttributes(&attributes, kernel), "loading a kernel");
+  require_success(cudaFuncGetAttributes(&attributes, kernel), "loading a kernel");
 }
 
 template <typename Launch>

@@ -35,8 +35,9 @@ CGX_LANE T load(const std::byte* at) {
 #if defined(__CUDACC__)
   return *reinterpret_cast<const T*>(at);
 #else
+  if (misalignment(at, alignof(T)) != 0) __builtin_trap();  // as on a GPU
   T value;
-  __builtin_memcpy(&value, __builtin_assume_aligned(at, alignof(T)), sizeof(T));
+  __builtin_memcpy(&value, at, sizeof(T));
   return value;
 #endif
 }
@@ -45,7 +46,8 @@ CGX_LANE void store(std::byte* at, const T& value) {
 #if defined(__CUDACC__)
   *reinterpret_cast<T*>(at) = value;
 #else
-  __builtin_memcpy(__builtin_assume_aligned(at, alignof(T)), &value, sizeof(T));
+  if (misalignment(at, alignof(T)) != 0) __builtin_trap();
+  __builtin_memcpy(at, &value, sizeof(T));
 #endif
 }
 #if defined(__CUDACC__)

@@ -25,6 +25,12 @@ inline constexpr int64_t kMostOfWarp = 1024;
 
 CGX_HD int64_t at_most(int64_t a, int64_t b) { return a < b ? a : b; }
 
+// Null stays null.
+template <typename Byte>
+CGX_HD Byte* moved(Byte* from, int64_t bytes) {
+  return from ? from + bytes : nullptr;
+}
+
 CGX_HD bool is_sparse(const Coding& coding) { return coding.density != 0; }
 CGX_HD bool is_exact(const Coding& coding) {
   return coding.bits == kExactBits && !is_sparse(coding);

@@ -7,14 +7,11 @@ template <>
 const void* kernel<Encode>(Dtype dtype, const Variant& variant, bool noisy) {
   if (variant.bits == kExactBits) return exact_kernel<Encode>(dtype);
   return with_value(dtype, [&]<typename Value>(Value) {
-    return with_format(variant, [&]<typename Format>(Format, auto lanes) {
-      return with_noise<Format>(noisy, [&](auto is_noisy) {
-        return with_flag(variant.residual, [&](auto has_residual) {
-          return reinterpret_cast<const void*>(
-              &encode_aligned<Value, Format, lanes, is_noisy, has_residual>);
-        });
-      });
-    });
+    return with_encode(variant, noisy,
+                       []<typename Format>(Format, auto lanes, auto is_noisy, auto residual) {
+                         return reinterpret_cast<const void*>(
+                             &encode_aligned<Value, Format, lanes, is_noisy, residual>);
+                       });
   });
 }
 

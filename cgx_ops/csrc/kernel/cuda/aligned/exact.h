@@ -13,13 +13,11 @@ namespace cgx::device::cuda::aligned {
 template <typename Value, typename Group, typename Launch, typename Visit>
 CGX_LANE void for_words(Group& group, const Launch& launch, const Work& work, uint32_t first,
                         uint32_t step, const Visit& visit) {
-  constexpr int kLanes = kWarpLanes;  // does not matter
   constexpr int kWidth = sizeof(typename Value::Bits), kTileBytes = kTileNumel * kWidth;
-  for_tiles<kLanes>(launch, work, first, step, [&](const Piece& piece, const Tiling<kLanes>&) {
+  for_tiles(group, launch, work, first, step, [&](const Piece& piece) {
     return [&](uint32_t tile) {
       const int64_t start = int64_t{tile} * kTileBytes;
       const auto bytes = static_cast<int>(at_most(kTileBytes, piece.numel * kWidth - start));
-      group.select(kPairLanes);
       group.for_lanes([&](int lane) {
         CGX_UNROLL
         for (int at = 16 * lane, end = at + kTileBytes; at < end; at += 16 * kPairLanes)
@@ -45,8 +43,8 @@ CGX_LANE void exact(Group& group, const Encode& launch, const Work& work, uint32
   if (place.failed) return;
   for_words<Value>(group, launch, work, first, step, [&](const Piece& piece, int64_t at) {
     const Words4 word = load_once(piece.values + at);
-    for_copies(&launch.copies, piece.message + place.write + at,
-               [&](std::byte* to) { store(to, word); });
+    visit_copies(&launch.copies, piece.message + place.write + at,
+                 [&](std::byte* to) { store(to, word); });
   });
 }
 
@@ -92,8 +90,8 @@ CGX_LANE void exact(Group& group, const Reduce& launch, const Work& work, uint32
     }
     if (piece.result) store_once(piece.result + at, word);
     if (piece.reduced && !place.failed)
-      for_copies(&launch.copies, piece.reduced + place.write + at,
-                 [&](std::byte* to) { store(to, word); });
+      visit_copies(&launch.copies, piece.reduced + place.write + at,
+                   [&](std::byte* to) { store(to, word); });
   });
 }
 

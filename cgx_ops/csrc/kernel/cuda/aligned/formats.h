@@ -45,4 +45,41 @@ auto with_noise(bool noisy, const Use& use) {
     return use(std::false_type{});
 }
 
+// ---- The template arguments of the kernels of a variant ----
+
+// Returns use(Format{}, lanes, noisy, residual).
+template <typename Use>
+auto with_encode(const Variant& variant, bool noisy, const Use& use) {
+  return with_format(variant, [&]<typename Format>(Format format, auto lanes) {
+    return with_noise<Format>(noisy, [&](auto is_noisy) {
+      return with_flag(variant.residual,
+                       [&](auto residual) { return use(format, lanes, is_noisy, residual); });
+    });
+  });
+}
+
+// A Reduce to values. Returns use(Format{}, lanes, noisy, own, residual, encodes).
+template <typename Use>
+auto with_values(const Variant& variant, const Use& use) {
+  constexpr std::false_type kNo;
+  return with_format(variant, [&](auto format, auto lanes) {
+    return with_flag(variant.own, [&](auto own) { return use(format, lanes, kNo, own, kNo, kNo); });
+  });
+}
+
+// A Reduce to records. The same.
+template <typename Use>
+auto with_records(const Variant& variant, bool noisy, const Use& use) {
+  constexpr std::false_type kNo;
+  constexpr std::true_type kYes;
+  return with_format(variant, [&]<typename Format>(Format format, auto lanes) {
+    return with_noise<Format>(noisy, [&](auto is_noisy) {
+      if (!variant.own) return use(format, lanes, is_noisy, kNo, kNo, kYes);
+      return with_flag(variant.residual, [&](auto residual) {
+        return use(format, lanes, is_noisy, kYes, residual, kYes);
+      });
+    });
+  });
+}
+
 }  // namespace cgx::device::cuda::aligned

@@ -132,7 +132,7 @@ inline int64_t numel_of(const Piece& piece, int width) {
   // A second launch, for the rest, must be worthwhile.
   constexpr int64_t kLeast = 1 << 16;
   const bool cuts = numel != piece.numel;
-  return numel > kMostNumel || (cuts && numel < kLeast) ? 0 : numel;
+  return numel >= kMostNumel || (cuts && numel < kLeast) ? 0 : numel;
 }
 
 inline int64_t tiles_of(const Piece& piece) { return (piece.numel + kTileNumel - 1) / kTileNumel; }

@@ -1,4 +1,4 @@
-// Reduce kernels.
+// Reduce kernels. Those to records are in a file of their own, which compiles in parallel.
 #include "kernel/cuda/aligned/kernels.cuh"
 
 namespace cgx::device::cuda::aligned {
@@ -8,12 +8,8 @@ const void* kernel<Reduce>(Dtype dtype, const Variant& variant, bool noisy) {
   if (variant.bits == kExactBits) return exact_kernel<Reduce>(dtype);
   if (variant.encodes) return records_kernel(dtype, variant, noisy);
   return with_value(dtype, [&]<typename Value>(Value) {
-    return with_format(variant, [&]<typename Format>(Format, auto lanes) {
-      return with_flag(variant.own, [&](auto own) {
-        return reinterpret_cast<const void*>(
-            &reduce_aligned<Value, Format, lanes, /*noisy=*/false, own, /*residual=*/false,
-                            /*encodes=*/false>);
-      });
+    return with_values(variant, []<typename Format>(Format, auto... arguments) {
+      return reinterpret_cast<const void*>(&reduce_aligned<Value, Format, arguments...>);
     });
   });
 }

@@ -45,71 +45,69 @@ CGX_LANE void reduce(Group& group, ReduceMemory<Format, kNoisy, kEncodes>* memor
       fill_with_nan<Value, kLanes>(group, launch, work, first, step, &Piece::result);
     return;
   }
-  for_tiles<kLanes>(
-      launch, work, first, step, [&](const Piece& piece, const Tiling<kLanes>& tiling) {
-        // The noise of another piece, in the same memory, has been read.
-        if constexpr (kNoisy) group.synchronize(kPairLanes);
-        auto messages =
-            record_columns_of<Format, kChunk>(group, piece.message + place.read, tiling);
-        auto values = columns_of<Value, kChunk>(group, piece.values, tiling);
-        auto result = columns_of<Value, kChunk>(group, piece.result, tiling);
-        Output<Value, Format, kChunk, Group> output{
-            .records =
-                record_columns_of<Format, kChunk>(group, piece.reduced + place.write, tiling),
-            .copies = &launch.copies,
-            .residuals = columns_of<Value, kChunk>(group, piece.residual, tiling),
-            .residual_scale = launch.residual_scale,
-            .first_index = static_cast<uint64_t>(piece.first_index),
-            .noise = kNoisy ? noise_of(piece, launch) : Noise{}};
-        return [=, &group, &launch](uint32_t tile) mutable {
-          if (!group.select(tiling.active(tile))) return;
-          typename Group::template Lanes<Values> sums;
-          typename Group::template Lanes<const std::byte*> record;
-          typename Group::template Lanes<Record<Format, kChunk>> next;
-          group.for_lanes([&](int lane) {
-            CGX_UNROLL
-            for (float& x : sums[lane].at) x = 0.0f;  // no encoded value is -0
-            record[lane] = messages[lane].at(tile) + (kOwn && launch.own == 0 ? launch.stride : 0);
-            next[lane] = messages[lane].load(record[lane]);
-          });
-          int rank = 0;
-          CGX_ROLLED
-          do {
-            typename Group::template Lanes<Values> of_rank;
-            if (kOwn && rank == launch.own) {
-              group.for_lanes([&](int lane) {
-                of_rank[lane] = values[lane].load(tile);
-                if constexpr (kResidual) add_to(&of_rank[lane], output.residuals[lane].load(tile));
-              });
-            } else {
-              auto message = next;
-              const int ahead = kOwn && rank + 1 == launch.own ? 2 : 1;
-              if (rank + ahead < launch.size) {  // load while this one is decoded
-                group.for_lanes([&](int lane) {
-                  record[lane] += ahead * launch.stride;
-                  next[lane] = messages[lane].load(record[lane]);
-                });
-              }
-              Format::decode(group, memory->scratch, message, of_rank);
-            }
-            group.for_lanes([&](int lane) { add_to(&sums[lane], of_rank[lane]); });
-          } while (++rank < launch.size);
-          group.for_lanes([&](int lane) {
-            Values& sum = sums[lane];
-            if constexpr (kOwn || !kEncodes)
-              if (launch.op == Op::kAvg)
-                divide_all(launch.divisor, memory->scratch + lane * kScratchBytes, &sum);
-            if constexpr (!kEncodes) {
-              CGX_UNROLL
-              for (float& x : sum.at) x = with_one_nan(x);
-              result[lane].store(tile, sum);
-            }
-          });
-          if constexpr (kEncodes)
-            write_records<Value, Format, kChunk, kNoisy, kResidual>(group, memory->encoding, tiling,
-                                                                    tile, sums, output);
-        };
+  for_tiles(group, launch, work, first, step, [&](const Piece& piece) {
+    const Tiling<kLanes> tiling(piece);
+    // The noise of another piece, in the same memory, has been read.
+    if constexpr (kNoisy) group.synchronize(kPairLanes);
+    auto messages = record_columns_of<Format, kChunk>(group, piece.message + place.read, tiling);
+    auto values = columns_of<Value, kChunk>(group, piece.values, tiling);
+    auto result = columns_of<Value, kChunk>(group, piece.result, tiling);
+    Output<Value, Format, kChunk, Group> output{
+        .records = record_columns_of<Format, kChunk>(group, piece.reduced + place.write, tiling),
+        .copies = &launch.copies,
+        .residuals = columns_of<Value, kChunk>(group, piece.residual, tiling),
+        .residual_scale = launch.residual_scale,
+        .first_index = static_cast<uint64_t>(piece.first_index),
+        .noise = kNoisy ? noise_of(piece, launch) : Noise{}};
+    return [=, &group, &launch](uint32_t tile) mutable {
+      if (!group.select(tiling.active(tile))) return;
+      typename Group::template Lanes<Values> sums;
+      typename Group::template Lanes<const std::byte*> record;
+      typename Group::template Lanes<Record<Format, kChunk>> next;
+      group.for_lanes([&](int lane) {
+        CGX_UNROLL
+        for (float& x : sums[lane].at) x = 0.0f;  // a decoded value is never -0
+        record[lane] = messages[lane].at(tile) + (kOwn && launch.own == 0 ? launch.stride : 0);
+        next[lane] = messages[lane].load(record[lane]);
       });
+      int rank = 0;
+      CGX_ROLLED
+      do {
+        typename Group::template Lanes<Values> of_rank;
+        if (kOwn && rank == launch.own) {
+          group.for_lanes([&](int lane) {
+            of_rank[lane] = values[lane].load(tile);
+            if constexpr (kResidual) add_to(&of_rank[lane], output.residuals[lane].load(tile));
+          });
+        } else {
+          auto message = next;
+          const int ahead = kOwn && rank + 1 == launch.own ? 2 : 1;
+          if (rank + ahead < launch.size) {  // load while this one is decoded
+            group.for_lanes([&](int lane) {
+              record[lane] += ahead * launch.stride;
+              next[lane] = messages[lane].load(record[lane]);
+            });
+          }
+          Format::decode(group, memory->scratch, message, of_rank);
+        }
+        group.for_lanes([&](int lane) { add_to(&sums[lane], of_rank[lane]); });
+      } while (++rank < launch.size);
+      group.for_lanes([&](int lane) {
+        Values& sum = sums[lane];
+        if constexpr (kOwn || !kEncodes)
+          if (launch.op == Op::kAvg)
+            divide_all(launch.divisor, memory->scratch + lane * kScratchBytes, &sum);
+        if constexpr (!kEncodes) {
+          CGX_UNROLL
+          for (float& x : sum.at) x = with_one_nan(x);
+          result[lane].store(tile, sum);
+        }
+      });
+      if constexpr (kEncodes)
+        write_records<Value, Format, kChunk, kNoisy, kResidual>(group, memory->encoding, tiling,
+                                                                tile, sums, output);
+    };
+  });
 }
 
 }  // namespace cgx::device::cuda::aligned

@@ -1,24 +1,19 @@
-// Reduce kernels that encode the sum.
+// Reduce kernels to records.
 #include "kernel/cuda/aligned/kernels.cuh"
 
 namespace cgx::device::cuda::aligned {
 
 const void* records_kernel(Dtype dtype, const Variant& variant, bool noisy) {
-  return with_format(variant, [&]<typename Format>(Format, auto lanes) {
-    return with_noise<Format>(noisy, [&](auto is_noisy) {
-      // Without own values the dtype does not matter.
-      if (!variant.own)
-        return reinterpret_cast<const void*>(
-            &reduce_aligned<Float32, Format, lanes, is_noisy, /*own=*/false, /*residual=*/false,
-                            /*encodes=*/true>);
-      return with_value(dtype, [&]<typename Value>(Value) {
-        return with_flag(variant.residual, [&](auto has_residual) {
+  // Without own values the dtype does not matter.
+  return with_value(variant.own ? dtype : Dtype::kFloat32, [&]<typename Value>(Value) {
+    return with_records(
+        variant, noisy,
+        []<typename Format>(Format, auto lanes, auto is_noisy, auto own, auto residual,
+                            auto encodes) {
+          using Summed = std::conditional_t<own, Value, Float32>;
           return reinterpret_cast<const void*>(
-              &reduce_aligned<Value, Format, lanes, is_noisy, /*own=*/true, has_residual,
-                              /*encodes=*/true>);
+              &reduce_aligned<Summed, Format, lanes, is_noisy, own, residual, encodes>);
         });
-      });
-    });
   });
 }
 

@@ -17,7 +17,8 @@ namespace cgx::device::cuda::aligned {
 inline constexpr int kLaneValues = 16;  // what a lane processes in an iteration
 inline constexpr int kTileNumel = kPairLanes * kLaneValues;
 inline constexpr int64_t kLeastBucket = kNoiseBlock;
-inline constexpr int64_t kMostNumel = int64_t{1} << 36;  // of a piece: its lanes have 32 bits
+inline constexpr int64_t kMostNumel = int64_t{1}
+                                      << 36;  // pieces are shorter: their lanes have 32 bits
 
 // A chunk of values that are only read, and of values that are written: there a store of 16 bytes
 // must follow that of the neighbor.
@@ -76,11 +77,11 @@ class Tiling {
   uint32_t lanes_;  // of all tiles
 };
 
-// Runs a group's tiles: every `step`-th one from `first` on. prepare(piece, tiling) returns
+// Runs a group's tiles: every `step`-th one from `first` on. prepare(piece), for all lanes, returns
 // run(tile), which gets the tile's number in the piece.
-template <int kLanes, typename Launch, typename Prepare>
-CGX_LANE void for_tiles(const Launch& launch, const Work& work, uint32_t first, uint32_t step,
-                        const Prepare& prepare) {
+template <typename Group, typename Launch, typename Prepare>
+CGX_LANE void for_tiles(Group& group, const Launch& launch, const Work& work, uint32_t first,
+                        uint32_t step, const Prepare& prepare) {
   uint32_t at = first;
   CGX_ROLLED
   for (int i = 0; i < launch.pieces.count; ++i) {
@@ -88,8 +89,8 @@ CGX_LANE void for_tiles(const Launch& launch, const Work& work, uint32_t first, 
     const auto end =
         static_cast<uint32_t>(i + 1 < launch.pieces.count ? work.before[i + 1] : work.items);
     if (at >= end) continue;
-    const Piece& piece = launch.pieces.at[i];
-    auto run = prepare(piece, Tiling<kLanes>(piece));
+    group.select(kPairLanes);
+    auto run = prepare(launch.pieces.at[i]);
     CGX_ROLLED
     for (; at < end; at += step) run(at - begin);
   }

@@ -134,20 +134,19 @@ CGX_LANE void add_to(Values* sums, const Values& values) {
 template <typename Value, int kLanes, typename Group, typename Launch>
 CGX_LANE void fill_with_nan(Group& group, const Launch& launch, const Work& work, uint32_t first,
                             uint32_t step, std::byte* Piece::* where) {
-  for_tiles<kLanes>(
-      launch, work, first, step, [&](const Piece& piece, const Tiling<kLanes>& tiling) {
-        group.select(kPairLanes);
-        auto columns = columns_of<Value, kWriteChunk<Value>>(group, piece.*where, tiling);
-        return [=, &group](uint32_t tile) mutable {
-          if (!group.select(tiling.active(tile))) return;
-          group.for_lanes([&](int lane) {
-            Values values;
-            CGX_UNROLL
-            for (float& x : values.at) x = float_of(kFloat32Nan);
-            columns[lane].store(tile, values);
-          });
-        };
+  for_tiles(group, launch, work, first, step, [&](const Piece& piece) {
+    const Tiling<kLanes> tiling(piece);
+    auto columns = columns_of<Value, kWriteChunk<Value>>(group, piece.*where, tiling);
+    return [=, &group](uint32_t tile) mutable {
+      if (!group.select(tiling.active(tile))) return;
+      group.for_lanes([&](int lane) {
+        Values values;
+        CGX_UNROLL
+        for (float& x : values.at) x = float_of(kFloat32Nan);
+        columns[lane].store(tile, values);
       });
+    };
+  });
 }
 
 }  // namespace cgx::device::cuda::aligned
