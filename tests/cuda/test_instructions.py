@@ -32,7 +32,8 @@ def _kernels(coding: str) -> tuple[str, str, str]:
 
 ENCODE, DECODE, SUM = _kernels("Uniform<4>")
 # A lane of an H200 executes about 35 instructions in the time in which its memory moves one value.
-# These limits are 3 to 21 % above the present numbers.
+# These limits are 3 to 7 % above the present numbers. Loops that decode levels include 6
+# instructions per value for warps whose lanes have diverged, which do not run.
 ENCODE_LEVELS, DECODE_LEVELS, SUM_LEVELS = _kernels("Levels<4>")
 
 
@@ -49,8 +50,8 @@ def _code(kernel: str, architecture: str) -> dict[int, sass.Instruction]:
         (DECODE, "sm_90", UNIFORM_RECORD, 8),
         (SUM, "sm_90", UNIFORM_RECORD, 8),
         (ENCODE_LEVELS, "sm_90", FLOAT32, 30),
-        (DECODE_LEVELS, "sm_90", LEVELS_RECORD, 5),
-        (SUM_LEVELS, "sm_90", LEVELS_RECORD, 5),
+        (DECODE_LEVELS, "sm_90", LEVELS_RECORD + 4, 11),  # and one of the levels,
+        (SUM_LEVELS, "sm_90", LEVELS_RECORD, 11),
     ],
 )
 def test_instructions_of_the_hot_loop(
