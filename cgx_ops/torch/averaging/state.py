@@ -83,7 +83,7 @@ class AveragingState:
         """Reset the attributes that belong to this process."""
         self._group: weakref.ref[dist.ProcessGroup] | None = None
         self._communicator: Communicator | None = None
-        self._carriers: dict[torch.device, Carrier] = {}
+        self._carriers: dict[str, Carrier] = {}  # by type of device
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint, as copies. Each rank saves its own.
@@ -215,19 +215,20 @@ class AveragingState:
         return self._communicator
 
     def carry(self, device: torch.device) -> Carrier:
-        """Return the carrier over torch's collectives. Collective in the first call for a device.
+        """Return the carrier over torch's collectives. Collective in the first call for a type.
 
         Args:
-            device: of the tensors.
+            device: of the tensors. All GPUs have one carrier, because after a failure on one of
+                them, messages on another would match the peers' pending ones.
 
         Returns:
             The carrier.
         """
         group = self.group
-        if device not in self._carriers:
-            on_cuda = device.type == "cuda"
-            self._carriers[device] = CudaCarrier(group, device) if on_cuda else CpuCarrier(group)
-        return self._carriers[device]
+        if device.type not in self._carriers:
+            made = CudaCarrier if device.type == "cuda" else CpuCarrier
+            self._carriers[device.type] = made(group)
+        return self._carriers[device.type]
 
     def residuals_of(
         self,

@@ -41,8 +41,6 @@ class Carrier(abc.ABC):
 
     name: str  # of the class, in the store
     device: int  # a cgx_device_t
-    _exchange: Any  # a backend or process group, whose collectives exchange the messages
-    _stream_handle: int | None = None  # of CUDA calls
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         rank, size = group.rank(), group.size()
@@ -54,7 +52,6 @@ class Carrier(abc.ABC):
         self._rank, self._size, self._noise_rank = rank, size, dist.get_rank()
         self._failure = ""
 
-    @abc.abstractmethod
     def start(
         self,
         buffer: torch.Tensor,
@@ -76,9 +73,40 @@ class Carrier(abc.ABC):
             segments: of the buffer.
             seed: of each segment.
             residuals: of each segment, or None.
-            then: called before the future completes; it may call reduce().
-            result: the value of the future; None: the buffer.
+            then: called before the future completes; it may call reduce(). On a GPU it returns
+                before its work is done, so it passes other tensors to use_on_this_stream().
+            result: the value of the future, on the same device; None: the buffer.
         """
+
+        def work() -> None:
+            self.reduce(buffer, config, op=op, segments=segments, seed=seed, residuals=residuals)
+            then()
+
+        given = buffer if result is None else result
+        return self._execute(work, given, (buffer, given, *(residuals or ())))
+
+    @abc.abstractmethod
+    def _execute(
+        self, work: Callable[[], None], result: torch.Tensor, uses: Residuals
+    ) -> torch.futures.Future[torch.Tensor]:
+        """Execute `work` in the background, in the order of these calls.
+
+        Args:
+            work: calls reduce().
+            result: the value of the future.
+            uses: the tensors that `work` uses, or None.
+
+        Returns:
+            A future of `result`, or of the error that `work` raised.
+        """
+
+    @abc.abstractmethod
+    def _exchange(self) -> Any:
+        """Return the backend or process group whose collectives exchange the messages."""
+
+    def _stream_of(self, device: torch.device) -> int | None:
+        """Return the handle of the stream on which work for a device is executed."""
+        return None
 
     @abc.abstractmethod
     def refuse(self, error: Exception) -> None:
@@ -103,7 +131,9 @@ class Carrier(abc.ABC):
         seed: Sequence[int],
         residuals: Residuals | None = None,
     ) -> None:
-        """Reduce `buffer` in place and wait. Called by start(), and in its `then`.
+        """Reduce `buffer` in place. Called by start(), and in its `then`.
+
+        On the CPU the call waits for the result, on a GPU only the current stream does.
 
         Raises:
             CgxError: the arguments are invalid.
@@ -133,11 +163,13 @@ class Carrier(abc.ABC):
         collective = call.collective(0, DTYPES[buffer.dtype], address, address, buffer.numel())
         collective.noise_rank = ctypes.pointer(c_int32(self._noise_rank))
         set_residuals(collective, call, buffer, residuals)
-        collective.device, collective.stream = self.device, self._stream_handle
+        collective.device = self.device
+        collective.stream = self._stream_of(buffer.device)
         carried = structs.Carried(rank=rank, size=size, call=ctypes.pointer(collective))
         algorithm, scatter, gather = c_int32(), (c_int64 * size)(), (c_int64 * size)()
         library.call("cgx_carried_plan", byref(carried), byref(algorithm), scatter, gather)
         stride = max(gather)
+        exchange = self._exchange()
 
         def made(numel: int) -> torch.Tensor:
             return torch.empty(numel, dtype=torch.uint8, device=buffer.device)
@@ -158,10 +190,10 @@ class Carrier(abc.ABC):
                 to[rank] = came[rank] = 0
             messages = step("cgx_carried_encode", sum(to))
             arrived = made(sum(came))
-            self._exchange.alltoall_base(arrived, messages, came, to).wait()
+            exchange.alltoall_base(arrived, messages, came, to).wait()
             message = step("cgx_carried_reduce", stride, arrived)
         gathered = made(stride * size)
-        self._exchange._allgather_base(gathered, message).wait()
+        exchange._allgather_base(gathered, message).wait()
         library.call("cgx_carried_decode", byref(carried), *_buffers(gathered))
 
 
