@@ -17,7 +17,7 @@ from cgx_ops import Config, Rules, Segment
 from cgx_ops._core.tables import EXACT_BITS
 from cgx_ops.errors import InvalidArgument
 from cgx_ops.rules import require_rules
-from cgx_ops.torch.averaging.arithmetic import full_precision
+from cgx_ops.torch.averaging.arithmetic import full_precision, use_on_this_stream
 from cgx_ops.torch.averaging.layers import Layer, segments_of
 from cgx_ops.torch.averaging.residuals import decayed, nothing
 from cgx_ops.torch.averaging.sent import Sent
@@ -209,6 +209,7 @@ class Exchange(AveragingState):
         wanted, size = buffer.clone(), self.group.size()
 
         def then(sent: Sent) -> None:
+            use_on_this_stream(wanted)
             count = torch.ones_like(wanted)
             parts = (x.split([segment.numel for segment in segments]) for x in (count, wanted))
             for mine, all_, e in zip(*parts, lost or (), strict=False):

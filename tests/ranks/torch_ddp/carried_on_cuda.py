@@ -137,4 +137,12 @@ def invalid_calls() -> None:
     assert isinstance(state.carry(CPU), CpuCarrier)
 
 
-CHECKS = [equals_the_cpus, order, data_parallel, failing_rank, invalid_calls]
+def one_carrier() -> None:
+    """All GPUs have one carrier, so that a failure on one ends the messages of all."""
+    group = gloo()
+    state = ddp.QuantizedAllreduceState(group, carrier="c10d")
+    first, second = (state.carry(torch.device("cuda", index)) for index in range(2))
+    assert first is second and first is not state.carry(CPU)
+
+
+CHECKS = [equals_the_cpus, order, data_parallel, failing_rank, invalid_calls, one_carrier]

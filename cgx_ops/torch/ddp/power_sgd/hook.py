@@ -296,7 +296,8 @@ class _Exchange:
     def _second(self, sent: Sent) -> None:
         """Take the averages of the first message; send Q and wait; write the averages."""
         epsilon = self.state.orthogonalization_epsilon / self.size
-        use_on_this_stream(self.message, *(x for m in self.matrices for x in (m.values, m.basis)))
+        of_matrices = (x for m in self.matrices for x in (m.values, m.basis))
+        use_on_this_stream(self.message, *self.qs, *of_matrices)
         ps, others = [math.prod(form.p_shape) for form in self.plan.forms], self.plan.others
         means = self.message.split([*ps, *(self.plan.sizes[i] for i in others)])
         # Divided by size, because PyTorch adds epsilon to the norms of the sum.
