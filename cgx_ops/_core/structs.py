@@ -1,4 +1,7 @@
-"""The structs of cgx.h in ctypes."""
+"""The structs of cgx.h in ctypes.
+
+`__slots__` makes an unknown field an AttributeError; ctypes alone would accept it.
+"""
 
 import ctypes
 from ctypes import POINTER, c_char_p, c_double, c_int, c_int32, c_int64, c_size_t, c_void_p
@@ -12,12 +15,16 @@ CALLBACK = ctypes.CFUNCTYPE(None, c_void_p, c_int, c_char_p)
 class _Sized(ctypes.Structure):
     """A struct whose first field is its own size."""
 
+    __slots__ = ()
+
     def __init__(self, **fields: Any) -> None:
         super().__init__(struct_size=ctypes.sizeof(type(self)), **fields)
 
 
 class Bootstrap(_Sized):
     """cgx_bootstrap_t."""
+
+    __slots__ = ()
 
     _fields_ = (
         ("struct_size", c_size_t),
@@ -34,6 +41,8 @@ class Bootstrap(_Sized):
 
 class CommInfo(_Sized):
     """cgx_comm_info_t."""
+
+    __slots__ = ()
 
     _fields_ = (
         ("struct_size", c_size_t),
@@ -59,6 +68,8 @@ class CommInfo(_Sized):
 class Traffic(_Sized):
     """cgx_traffic_t."""
 
+    __slots__ = ()
+
     _fields_ = (
         ("struct_size", c_size_t),
         ("collectives", c_int64),
@@ -70,6 +81,8 @@ class Traffic(_Sized):
 
 class Segment(ctypes.Structure):
     """cgx_segment_t."""
+
+    __slots__ = ()
 
     _fields_ = (
         ("offset", c_int64),
@@ -84,11 +97,15 @@ class Segment(ctypes.Structure):
 class Config(ctypes.Structure):
     """cgx_config_t."""
 
+    __slots__ = ()
+
     _fields_ = tuple((field["name"], c_int64) for field in CONFIG_FIELDS)
 
 
 class Collective(_Sized):
     """cgx_collective_t."""
+
+    __slots__ = ("configs", "pattern")
 
     pattern: "Collective"  # the original of this copy: it owns the memory behind the pointers
     configs: "list[Config]"  # the configs of segments
@@ -126,6 +143,8 @@ class Collective(_Sized):
 class Plan(_Sized):
     """cgx_plan_t."""
 
+    __slots__ = ()
+
     _fields_ = (
         ("struct_size", c_size_t),
         ("algorithm", c_int32),
@@ -138,6 +157,8 @@ class Plan(_Sized):
 class Carried(_Sized):
     """cgx_carried_t."""
 
+    __slots__ = ()
+
     _fields_ = (
         ("struct_size", c_size_t),
         ("rank", c_int32),
@@ -148,6 +169,8 @@ class Carried(_Sized):
 
 class Codec(_Sized):
     """cgx_codec_t."""
+
+    __slots__ = ()
 
     _fields_ = (
         ("struct_size", c_size_t),

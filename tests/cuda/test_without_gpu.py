@@ -105,6 +105,19 @@ def test_threads_use_pinned_memory() -> None:
         pool.submit(copy, torch.ones(1)).result()
 
 
+STRUCTS = [
+    each
+    for name, each in vars(structs).items()
+    if isinstance(each, type(ctypes.Structure)) and not name.startswith("_")
+]
+
+
+@pytest.mark.parametrize("struct", STRUCTS)
+def test_unknown_fields_of_structs(struct: type[ctypes.Structure]) -> None:
+    with pytest.raises(AttributeError, match="strem"):
+        struct().strem = 1  # type: ignore[attr-defined]
+
+
 def test_every_function_of_the_header_that_python_calls_has_types() -> None:
     """Check that ctypes gets as many types as cgx.h has parameters."""
     header = "\n".join(
