@@ -503,6 +503,8 @@ def carried_on_streams(r: int, n: int) -> None:
 
 def carried_hook(r: int, n: int) -> None:
     """Compare gradients and residuals of the DDP hook with those on the CPU."""
+    # With the stand-in for a GPU both are results of CpuCarrier, because tensors stay on the CPU.
+    # torch_ddp/carried_on_cuda.py tests CudaCarrier without a GPU.
     group = dist.new_group(backend="gloo")
     for config in (NEAREST, Config(bits=2, compressor="levels"), Config(bits=4)):
         found: dict[str, list[torch.Tensor]] = {}

@@ -1,22 +1,21 @@
 """Run CudaCarrier on CPU tensors, because there is no GPU: stand-ins for streams and the GPU steps.
 
 Streams are names; events are a log of what ran on which stream. The steps of the core check that
-they are CUDA calls on the current stream, and run on the CPU. As on a GPU, buffers have room for a
-message of this rank to itself (cgx.h, section 5).
+they are CUDA calls on the current stream, and run on the CPU (carried_steps.py).
 """
 
 import contextlib
-import ctypes
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from cgx_ops._core import library, structs
+from cgx_ops._core import structs
 from cgx_ops.torch.averaging import state
 from cgx_ops.torch.graph import carried, carried_on_cuda
+from support import carried_steps
 
 CPU = torch.device("cpu")
 _SIDE = 0x51DE  # the handle of the carrier's stream
@@ -106,47 +105,9 @@ class StandIn:
             self.log.append(f"{function.removeprefix('cgx_carried_')} on {self.current.name}")
         native.device, native.stream = 0, None
         try:
-            steps: dict[str, Callable[..., None]] = {
-                "cgx_carried_encode": self._encode,
-                "cgx_carried_reduce": self._reduce,
-            }
-            steps.get(function, _as_given(function))(reference, *arguments)
+            carried_steps.run(function, mine, *arguments)
         finally:
             native.device, native.stream = 1, _SIDE
-
-    def _encode(self, reference: Any, address: ctypes.c_void_p, numel: int) -> None:
-        mine: structs.Carried = reference._obj
-        scatter = _scattered(reference)
-        at, own = sum(scatter[: mine.rank]), scatter[mine.rank]
-        compact = (ctypes.c_char * (numel - own))()
-        _as_given("cgx_carried_encode")(reference, compact, numel - own)
-        raw = compact.raw
-        spread = raw[:at] + bytes(own) + raw[at:]
-        ctypes.memmove(address, spread, numel)
-
-    def _reduce(
-        self, reference: Any, arrived: ctypes.c_void_p, numel: int, *message: object
-    ) -> None:
-        mine: structs.Carried = reference._obj
-        own = _scattered(reference)[mine.rank]
-        assert numel == own * mine.size
-        raw = ctypes.string_at(arrived, numel)
-        assert raw[own * mine.rank : own * (mine.rank + 1)] == bytes(own)  # as encode() wrote it
-        compact = raw[: own * mine.rank] + raw[own * (mine.rank + 1) :]
-        _as_given("cgx_carried_reduce")(reference, compact, len(compact), *message)
-
-
-def _as_given(function: str) -> Callable[..., None]:
-    return lambda *arguments: library.call(function, *arguments)
-
-
-def _scattered(reference: Any) -> list[int]:
-    """Return the sizes of the messages to each rank; 0 with one_shot."""
-    size = reference._obj.size
-    algorithm, sizes = ctypes.c_int32(), ctypes.c_int64 * size
-    scatter, gather = sizes(), sizes()
-    library.call("cgx_carried_plan", reference, ctypes.byref(algorithm), scatter, gather)
-    return list(scatter)
 
 
 @contextlib.contextmanager

@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from cgx_ops import errors
 from cgx_ops._core import library, structs
+from support import carried_steps
 
 CUDA = 1  # cgx_device_t
 NAME = "no GPU: its stand-in"
@@ -295,27 +296,18 @@ def _info(comm: int, reference: Any) -> None:
         reference._obj.wire = b"staged" if reference._obj.transport == b"mpi" else b"direct"
 
 
-def _carried(name: str) -> Callable[..., None]:
+def _carried(step: str) -> Callable[..., None]:
     def run(reference: Any, *arguments: Any) -> None:
         carried: structs.Carried = reference._obj
         collective = structs.Collective.from_buffer_copy(carried.call.contents)
-        if collective.device == CUDA:
-            _check_stream(collective.stream)
-            collective.device, collective.stream = 0, None
+        if collective.device != CUDA:
+            return _call(step, reference, *arguments)
+        _check_stream(collective.stream)
+        collective.device, collective.stream = 0, None
         here = structs.Carried(rank=carried.rank, size=carried.size, call=pointer(collective))
-        _call(name, byref(here), *arguments)
+        return carried_steps.run(step, here, *arguments)
 
     return run
-
-
-def _carried_reduce(reference: Any, arrived: int, nbytes: int, *message: Any) -> None:
-    carried: structs.Carried = reference._obj
-    if carried.call.contents.device != CUDA:
-        return _call("cgx_carried_reduce", reference, arrived, nbytes, *message)
-    one = nbytes // carried.size  # GPUs have room for a message of this rank to itself
-    here = ctypes.string_at(arrived, carried.rank * one)
-    here += ctypes.string_at(arrived + len(here) + one, nbytes - len(here) - one)
-    return _carried("cgx_carried_reduce")(reference, here, len(here), *message)
 
 
 def _codec(name: str) -> Callable[..., None]:
@@ -330,14 +322,13 @@ def _codec(name: str) -> Callable[..., None]:
     return run
 
 
-_STEPS = ("plan", "encode", "decode")
+_STEPS = ("plan", "encode", "reduce", "decode")
 _REPLACED: dict[str, Callable[..., None]] = {
     "cgx_enqueue": _enqueue,
     "cgx_comm_check": _check,
     "cgx_comm_info": _info,
     **{name: _codec(name) for name in ("cgx_quantize", "cgx_dequantize", "cgx_sum_encoded")},
     **{f"cgx_carried_{step}": _carried(f"cgx_carried_{step}") for step in _STEPS},
-    "cgx_carried_reduce": _carried_reduce,
 }
 
 
