@@ -98,7 +98,8 @@ void test_other_device() {
   check_cuda(cudaGetDevice(&current));
   CHECK(current == 0, "the caller's device is now %d", current);
   CHECK(&device_of(theirs.get()) == &other, "wrong device");
-  fails(CGX_INVALID_ARGUMENT, {"input is on cuda:1, but the communicator uses cuda:0"},
+  fails(CGX_INVALID_ARGUMENT,
+        {"input is on cuda:1, but other buffers of this call or communicator are on cuda:0"},
         [&] { gpu().check_address(theirs.get(), {"input"}); });
   fill(from, 11);
   std::optional<Memory> opened;

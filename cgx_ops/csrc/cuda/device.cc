@@ -178,8 +178,8 @@ void CudaDevice::flush_remote_writes() {
 void CudaDevice::check_address(const void* address, const BufferName& what) {
   const int ordinal = device_at(address, what);
   require(ordinal == ordinal_, CGX_INVALID_ARGUMENT, what, " is on cuda:", ordinal,
-          ", but the communicator uses cuda:", ordinal_,
-          ": all buffers of a rank's collectives must be on one GPU");
+          ", but other buffers of this call or communicator are on cuda:", ordinal_,
+          ": all of them must be on one GPU");
 }
 
 }  // namespace cgx::device::cuda
