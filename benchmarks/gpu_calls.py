@@ -16,8 +16,6 @@ from cgx_ops import Communicator, Config
 from cgx_ops._core import library, structs, tables
 from cgx_ops._core.call import Call
 
-CUDA = 1  # cgx_device_t
-
 Enqueue = Callable[[], object]  # puts work on the stream that was current when it was made
 
 
@@ -52,7 +50,7 @@ def allreduce(comm: Communicator, x: torch.Tensor, y: torch.Tensor, config: Conf
 def _collective(comm: int, x: torch.Tensor, result: int, config: Config) -> structs.Collective:
     call = Call("allreduce", "sum", config, "", None, 1, None)
     collective = call.collective(comm, dtype_code(x.dtype), x.data_ptr(), result, x.numel())
-    collective.device, collective.stream = CUDA, stream()
+    collective.device, collective.stream = tables.CUDA, stream()
     return collective
 
 
@@ -64,7 +62,7 @@ class Codec:
             config=config.native,
             dtype=dtype_code(dtype),
             seed=1,
-            device=CUDA,
+            device=tables.CUDA,
             stream=stream(),
         )
 

@@ -19,6 +19,7 @@ COMPRESSORS = {row["name"]: row for row in _table("cgx_compressors")}
 VERBS = {row["name"]: row for row in _table("cgx_verbs")}
 OPS = {"sum": 0, "avg": 1, "min": 2, "max": 3, "product": 4}
 DTYPES = {"float32": 0, "float16": 1, "bfloat16": 2}
+CPU, CUDA = 0, 1  # cgx_device_t
 ALGORITHMS: dict[str, int] = next(
     row["words"] for row in CONFIG_FIELDS if row["name"] == "algorithm"
 )

@@ -20,8 +20,8 @@ import torch
 from cgx_ops import Communicator, Config
 from cgx_ops._core import library, structs, tables
 from cgx_ops._core.call import Call, Op
+from cgx_ops._core.tables import CUDA
 
-CUDA = 1  # cgx_device_t
 NUMEL = 300_000
 CONFIG = Config(bits=4, rounding="stochastic")
 Finding = Any  # the result of a scenario, as JSON

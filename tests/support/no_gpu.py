@@ -26,9 +26,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from cgx_ops import errors
 from cgx_ops._core import library, structs
+from cgx_ops._core.tables import CUDA
 from support import carried_steps
 
-CUDA = 1  # cgx_device_t
 NAME = "no GPU: its stand-in"
 
 # ---- Streams, events and graphs ------------------------------------------------------------------

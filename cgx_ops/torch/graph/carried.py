@@ -25,8 +25,6 @@ from cgx_ops.errors import CgxError
 from cgx_ops.torch._compat import parallel
 from cgx_ops.torch.graph.work import DTYPES, Residuals, reason_of, set_residuals
 
-CPU, CUDA = 0, 1  # cgx_device_t
-
 _FAILURE = "failure"  # key in the store: the first rank that failed, and the reason
 
 
@@ -186,7 +184,8 @@ class Carrier(abc.ABC):
             message = step("cgx_carried_encode", stride)
         else:
             to, came = list(scatter), [scatter[rank]] * size
-            if self.device == CPU:  # GPUs have room for a message of a rank to itself (cgx.h)
+            # GPUs have room for a message of a rank to itself (cgx.h).
+            if self.device == tables.CPU:
                 to[rank] = came[rank] = 0
             messages = step("cgx_carried_encode", sum(to))
             arrived = made(sum(came))

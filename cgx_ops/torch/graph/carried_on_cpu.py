@@ -7,8 +7,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from cgx_ops._core import tables
 from cgx_ops.torch._compat import parallel
-from cgx_ops.torch.graph.carried import CPU, Carrier
+from cgx_ops.torch.graph.carried import Carrier
 from cgx_ops.torch.graph.work import Residuals
 
 
@@ -20,7 +21,7 @@ class CpuCarrier(Carrier):
     """
 
     name = "carrier"
-    device = CPU
+    device = tables.CPU
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__(group)

@@ -6,7 +6,8 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from cgx_ops.torch.graph.carried import CUDA, Carrier
+from cgx_ops._core import tables
+from cgx_ops.torch.graph.carried import Carrier
 from cgx_ops.torch.graph.work import Residuals, failed
 
 
@@ -22,7 +23,7 @@ class CudaCarrier(Carrier):
     """
 
     name = "cuda_carrier"
-    device = CUDA
+    device = tables.CUDA
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__(group)
