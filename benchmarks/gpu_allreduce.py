@@ -259,7 +259,8 @@ def as_threads(options: argparse.Namespace) -> list[Result]:
             raise
 
     with ThreadPoolExecutor(size) as pool:
-        return next(iter(list(pool.map(run, Communicator.local(size, timeout=_TIMEOUT)))))
+        first, *_ = pool.map(run, Communicator.local(size, timeout=_TIMEOUT))  # waits for all
+    return first
 
 
 # ---- The report ----------------------------------------------------------------------------------

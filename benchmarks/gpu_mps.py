@@ -25,8 +25,15 @@ _QUIT = "quit -t 10\n"  # servers end after 10 seconds
 
 
 def running() -> bool:
-    """Return whether CUDA programs that start here would use MPS."""
-    return any(Path(os.environ.get(FOLDER) or _DEFAULT).glob("*control*"))
+    """Return whether CUDA programs that start here would use MPS, whose daemon must be alive."""
+    pid = Path(os.environ.get(FOLDER) or _DEFAULT, "nvidia-cuda-mps-control.pid")
+    with contextlib.suppress(OSError):
+        return _is_mps(Path("/proc", pid.read_text().strip()))
+    return False
+
+
+def _is_mps(process: Path) -> bool:
+    return (process / "comm").read_text().startswith("nvidia-cuda-mps")
 
 
 @contextlib.contextmanager
@@ -52,11 +59,12 @@ def daemon() -> Iterator[dict[str, str]]:
             print(f"MPS: {problem or 'started'}.", flush=True)
             yield {} if problem else own
         finally:
-            signal.signal(signal.SIGTERM, before)
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # until the daemon ended
             if not problem and (problem := _control(program, own)):
                 print(f"MPS: killed, because it did not quit: {problem}.", flush=True)
             if problem:
                 _kill(folder)
+            signal.signal(signal.SIGTERM, before)
 
 
 def _exit(number: int, _frame: object) -> None:
@@ -88,11 +96,7 @@ def _kill(folder: str) -> None:
     """Kill the processes that have this folder in their environment: daemon and servers."""
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            name = (process / "comm").read_text()
-            if (
-                name.startswith("nvidia-cuda-mps")
-                and folder.encode() in (process / "environ").read_bytes()
-            ):
+            if _is_mps(process) and folder.encode() in (process / "environ").read_bytes():
                 os.kill(int(process.name), signal.SIGKILL)
 
 

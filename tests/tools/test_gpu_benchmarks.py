@@ -84,6 +84,7 @@ pipe=$CUDA_MPS_PIPE_DIRECTORY
 if [ "$1" = -d ]; then
   [ -d "$pipe" ] && [ -d "$CUDA_MPS_LOG_DIRECTORY" ] || exit 1
   setsid "$MPS_TEST_DAEMON" 60 > /dev/null 2>&1 &
+  until [ /proc/$!/exe -ef "$MPS_TEST_DAEMON" ]; do sleep 0.01; done
   echo $! > "$pipe/nvidia-cuda-mps-control.pid"
 elif [ -z "$MPS_TEST_STUBBORN" ]; then
   kill "$(cat "$pipe/nvidia-cuda-mps-control.pid")"
@@ -145,6 +146,14 @@ def test_mps_ends_after_a_failure(
     assert gone(pid) and not folder.exists()
     assert log.read_text() == "quit -t 10\n"
     assert ("MPS: killed" in capfd.readouterr().out) == bool(stubborn)
+
+
+def test_files_of_an_ended_mps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(gpu_mps.FOLDER, str(tmp_path))
+    assert not gpu_mps.running()
+    for pid in (os.getpid(), 2**22 + 1):  # another program's, and more than Linux uses
+        (tmp_path / "nvidia-cuda-mps-control.pid").write_text(f"{pid}\n")
+        assert not gpu_mps.running()
 
 
 def test_mps_ends_when_it_is_terminated(log: Path) -> None:
