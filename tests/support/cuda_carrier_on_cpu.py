@@ -11,14 +11,21 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from cgx_ops._core import structs
-from cgx_ops.torch.averaging import state
+from cgx_ops.torch.averaging import exchange, residuals, state
+from cgx_ops.torch.ddp import unused_parameters
+from cgx_ops.torch.ddp.deep_gradient import hook as deep_gradient
+from cgx_ops.torch.ddp.power_sgd import hook as power_sgd
 from cgx_ops.torch.graph import carried, carried_on_cuda
 from support import carried_steps
 
 CPU = torch.device("cpu")
 _SIDE = 0x51DE  # the handle of the carrier's stream
+_CALLBACKS: tuple[Any, ...] = (exchange, residuals, unused_parameters, deep_gradient, power_sgd)
 
 
 class Stream:
@@ -48,6 +55,37 @@ class Exchange:
         return self.group._allgather_base(*arguments)
 
 
+class Reads(TorchDispatchMode):
+    """The operations on a stream that use memory of tensors made before.
+
+    Attributes:
+        by_address: the operation and the memory, by its address.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.by_address: dict[int, tuple[str, StorageWeakRef]] = {}
+        self._made: dict[int, torch.UntypedStorage] = {}  # alive, so that no address is used twice
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        given = _storages((args, kwargs))
+        for address in given.keys() - self._made.keys():
+            self.by_address[address] = str(func), StorageWeakRef(given[address])
+        found = func(*args, **kwargs or {})
+        made = _storages(found)
+        self._made |= {address: made[address] for address in made.keys() - self.by_address.keys()}
+        return found
+
+
+def _storages(values: Any) -> dict[int, torch.UntypedStorage]:
+    # Integers are on the host also with a GPU: sizes, which torch copies.
+    leaves = tree_leaves(values)
+    tensors = [x for x in leaves if isinstance(x, torch.Tensor) and x.is_floating_point()]
+    return {x.untyped_storage().data_ptr(): x.untyped_storage() for x in tensors}
+
+
 class StandIn:
     """The streams, futures and steps of a rank.
 
@@ -57,6 +95,8 @@ class StandIn:
     """
 
     def __init__(self) -> None:
+        self._recorded_storages: set[int] = set()  # in the current use of the stream
+        self._unrecorded: list[tuple[str, StorageWeakRef]] = []
         self.log: list[str] = []
         self.recorded: set[int] = set()
         self.caller = self.current = Stream(self.log, "caller", 0)
@@ -72,10 +112,18 @@ class StandIn:
     def stream(self, stream: Stream) -> Iterator[None]:
         """Make a stream current."""
         before, self.current = self.current, stream
+        self._recorded_storages.clear()
         try:
-            yield
+            with Reads() as reads:
+                yield
         finally:
             self.current = before
+        missing = reads.by_address.keys() - self._recorded_storages
+        self._unrecorded += [reads.by_address[address] for address in missing]
+
+    def freed(self) -> list[str]:
+        """Return the operations that used memory which was freed without being recorded."""
+        return [operation for operation, memory in self._unrecorded if memory.expired()]
 
     def future(self, devices: list[torch.device]) -> Any:
         """Return a future that logs on which stream it completes."""
@@ -94,6 +142,13 @@ class StandIn:
         """Note that a stream uses a tensor's memory, as Tensor.record_stream does."""
         assert stream is self.side
         self.recorded.add(tensor.data_ptr())
+        self._recorded_storages.add(tensor.untyped_storage().data_ptr())
+
+    def keep_all(self, *tensors: torch.Tensor | None) -> None:
+        """Do what use_on_this_stream() does with CUDA tensors."""
+        for each in tensors:
+            if each is not None and self.current is self.side:
+                self.keep(each, self.side)
 
     def call(self, function: str, reference: Any, *arguments: Any) -> None:
         """Run a function of the core, whose call must be one for the current stream."""
@@ -129,6 +184,7 @@ def cuda_carriers() -> Iterator[StandIn]:
         (carried_on_cuda, "torch", fake_torch),
         (carried, "library", fake_library),
         (state, "CpuCarrier", stand_in.carrier),
+        *((module, "use_on_this_stream", stand_in.keep_all) for module in _CALLBACKS),
         (torch.Tensor, "record_stream", lambda tensor, stream: stand_in.keep(tensor, stream)),
     ]
     before = [(of, name, getattr(of, name)) for of, name, _ in places]

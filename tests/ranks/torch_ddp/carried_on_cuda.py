@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from cgx_ops import Config, Segment
 from cgx_ops.torch import ddp
+from cgx_ops.torch.averaging.exchange import Exchange
 from cgx_ops.torch.graph.carried import Carrier
 from cgx_ops.torch.graph.carried_on_cpu import CpuCarrier
 from torch_ddp.common import RANK, SIZE, gradients_of, hooked, images, network, same
@@ -92,6 +93,12 @@ def data_parallel() -> None:
     cases: list[tuple[Any, Any]] = [
         (ddp.quantized_allreduce_hook, lambda **o: ddp.QuantizedAllreduceState(bits=2, **o)),
         (ddp.power_sgd_hook, lambda **o: ddp.PowerSGDState(start_powerSGD_iter=2, **o)),
+        (
+            ddp.power_sgd_hook,
+            lambda **o: ddp.PowerSGDState(
+                start_powerSGD_iter=2, warm_start=False, use_error_feedback=False, **o
+            ),
+        ),
         (ddp.deep_gradient_hook, lambda **o: ddp.DeepGradientState(density=0.05, **o)),
     ]
     group = gloo()
@@ -99,9 +106,19 @@ def data_parallel() -> None:
         want = backward_passes(hook, make, group)
         with cuda_carriers() as stand_in:
             got = backward_passes(hook, make, group)
-        assert "all_gather on side" in stand_in.log, hook
+            assert "all_gather on side" in stand_in.log, hook
+            assert not stand_in.freed(), (hook, stand_in.freed())
         for step in range(3):
             same(got[step], want[step], (hook, step))
+
+
+def means_over_senders() -> None:
+    x, config = tc.values(RANK, 5000), Config(compressor="topk", density=0.1)
+    with cuda_carriers() as stand_in:
+        exchange = Exchange("caller", gloo(), config, "c10d")
+        exchange.start(["x"], [x], of_senders=True).wait()
+        assert stand_in.log.count("encode on side") == 2
+        assert not stand_in.freed(), stand_in.freed()
 
 
 def failing_rank() -> None:
@@ -145,4 +162,12 @@ def one_carrier() -> None:
     assert first is second and first is not state.carry(CPU)
 
 
-CHECKS = [equals_the_cpus, order, data_parallel, failing_rank, invalid_calls, one_carrier]
+CHECKS = [
+    equals_the_cpus,
+    order,
+    data_parallel,
+    means_over_senders,
+    failing_rank,
+    invalid_calls,
+    one_carrier,
+]
