@@ -102,7 +102,7 @@ void run_general(const Launch& launch, const Kernel& kernel) {
 }
 
 // The aligned kernels that run here, because all would take minutes to compile. fp16 differs from
-// bf16 in its conversions only. With sanitizers there are few.
+// bf16 in its conversions only. With sanitizers one format runs.
 #if defined(CGX_SANITIZED)
 constexpr bool kSanitized = true;
 #else
@@ -111,9 +111,7 @@ constexpr bool kSanitized = false;
 constexpr bool has_aligned(Dtype dtype, BucketFormat format, int bits) {
   const bool four = format == BucketFormat::kUniform && bits == 4;
   if (bits == kExactBits) return true;
-  if (!kSanitized) return dtype != Dtype::kFloat16 || four;
-  const bool three = format == BucketFormat::kLevels && bits == 3;
-  return dtype == Dtype::kFloat32 ? four || three : dtype == Dtype::kBfloat16 && four;
+  return kSanitized ? four && dtype == Dtype::kFloat32 : four || dtype != Dtype::kFloat16;
 }
 template <typename Value, typename Format>
 constexpr bool kHasAligned = has_aligned(std::is_same_v<Value, Float32>   ? Dtype::kFloat32
