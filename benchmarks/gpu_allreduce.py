@@ -212,19 +212,6 @@ def _numbers(seconds: list[float]) -> tuple[float, float, float, int]:
 # ---- Threads -------------------------------------------------------------------------------------
 
 
-def on_device(call: Enqueue, calls: int) -> float:
-    """Return the seconds of a call on the device: the mean of several that follow each other."""
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda._sleep(_HEAD_START * calls)
-    call()  # now all ranks are there
-    begin.record()
-    for _ in range(calls):
-        call()
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end) / 1e3 / calls
-
-
 def measure_thread(comm: Communicator, ranks: Ranks, options: argparse.Namespace) -> list[Result]:
     """Measure on one of the threads that call this together."""
     results = []
@@ -239,7 +226,9 @@ def measure_thread(comm: Communicator, ranks: Ranks, options: argparse.Namespace
             samples = []
             for _ in range(1 + (_TINY_ROUNDS if options.tiny else _THREAD_ROUNDS)):
                 ranks.barrier()
-                samples.append(ranks.slowest(on_device(call, calls)))
+                # The call before the timed ones waits for all ranks.
+                seconds = gpu_calls.seconds_on_device(call, calls, _HEAD_START * calls, before=1)
+                samples.append(ranks.slowest(seconds))
             numbers = _numbers(samples[1:])
             results.append(Result(options.threads, "threads", name, nbytes, *numbers))
     return results

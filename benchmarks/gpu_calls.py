@@ -128,6 +128,27 @@ class Owner:
         return Ready("cgx_carried_reduce", self._ranks[0], arguments, tensors)
 
 
+def seconds_on_device(enqueue: Enqueue, calls: int, cycles: int, before: int = 0) -> float:
+    """Return the seconds of a call on the device: the mean of several that follow each other.
+
+    Args:
+        enqueue: the call.
+        calls: how many are timed.
+        cycles: of the GPU for which it first waits, so that all calls are there when they begin.
+        before: how many calls precede the timed ones.
+    """
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(cycles)
+    for _ in range(before):
+        enqueue()
+    begin.record()
+    for _ in range(calls):
+        enqueue()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / 1e3 / calls
+
+
 def settings() -> dict[str, Any]:
     """Return the GPU and its software, for a report."""
     cuda = library.describe()["cuda"]

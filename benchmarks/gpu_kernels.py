@@ -139,15 +139,8 @@ def kernels(dtype: str, numel: int) -> dict[Kernel, tuple[int, Enqueue]]:
 
 
 def sample(enqueue: Enqueue) -> float:
-    """Return the seconds of a call on the device: the mean of a few that follow each other."""
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda._sleep(_HEAD_START)
-    begin.record()
-    for _ in range(_CALLS):
-        enqueue()
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end) / 1e3 / _CALLS
+    """Return the seconds of a call on the device."""
+    return gpu_calls.seconds_on_device(enqueue, _CALLS, _HEAD_START)
 
 
 def measure(found: Mapping[Kernel, tuple[int, Enqueue]], rounds: int) -> list[Result]:

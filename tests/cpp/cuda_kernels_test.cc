@@ -317,7 +317,7 @@ void test_encode(Dtype dtype, RoundingMode rounding, Data kind, const std::vecto
   CHECK(residuals.as_expected(), where);
 }
 
-// What a Reduce reads and writes.
+// The inputs and outputs of a Reduce.
 struct Form {
   bool own, residual, encodes;
 };

@@ -70,7 +70,7 @@ void test_assignment() {
   CHECK(rest.residual == address((1 << 24) + 200 * 512 * 4), "residual of the rest");
   CHECK(rest.message == address((1 << 28) + 200 * 264), "message of the rest");
 
-  // What else makes an address or a distance unaligned, or needs the general kernels.
+  // Other pieces for the general kernels: unaligned, or of another kind.
   const auto is_aligned = [](const auto& one) {
     return assigned(one)[0].kernel.aligned.has_value();
   };

@@ -60,14 +60,15 @@ CGX_LANE float as_float(int32_t x) { return static_cast<float>(x); }
 
 // Conversions between floats and integers are slow on a GPU, but a float in [2^23, 2^24) has an
 // integer in its low bits.
-inline constexpr uint32_t kIntegerBits = 0x4b000000;  // the bits of 2^23
+inline constexpr float kInteger = 8388608.0f;         // 2^23
+inline constexpr uint32_t kIntegerBits = 0x4b000000;  // its bits
 
 // 2^23 + floor(x), for 0 <= x < 2^22.
 CGX_LANE float floor_as_integer(float x) {
 #if defined(__CUDACC__)
-  return __fadd_rd(x, 8388608.0f);
+  return __fadd_rd(x, kInteger);
 #else
-  return std::floor(x) + 8388608.0f;
+  return std::floor(x) + kInteger;
 #endif
 }
 
@@ -103,7 +104,7 @@ CGX_LANE float larger_or_nan(float a, float b) {
 }
 
 // The bits of 1, as a value that the compiler does not know: an instruction has room for one
-// constant, so a second one would need an instruction of its own.
+// constant, so a second one would need another instruction.
 #if defined(__CUDACC__)
 static __constant__ uint32_t unknown_one = 0x3f800000;
 CGX_LANE uint32_t one_in_register() { return unknown_one; }

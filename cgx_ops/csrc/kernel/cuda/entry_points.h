@@ -9,8 +9,8 @@
 
 namespace cgx::device::cuda {
 
-// A general kernel. Each set of formats and type of launch is compiled in a file of its own, in
-// parallel.
+// A general kernel. Each set of formats and type of launch has a separate file, so that they
+// compile in parallel.
 template <Formats kFormats, typename Launch>
 const void* general_kernel(Dtype dtype, Takers takers);
 

@@ -58,7 +58,7 @@ struct Warp {
 };
 
 // Two warps, for buckets of 8, 16, 32 or 64 lanes each (aligned/tile.h). Only lanes of one bucket
-// exchange data, so steps do not synchronize by themselves.
+// exchange data, so steps do not synchronize.
 struct Pair {
   static constexpr int kLanes = 64;
   struct Shared {

@@ -62,7 +62,7 @@ enum class Terms {
 CGX_LANE float term_of(Terms terms, int k, float x, float by) {
   const float scaled = multiply(x, by);
   if (terms == Terms::kSquares) return multiply(scaled, scaled);
-  if (terms == Terms::kMagnitudes) return float_of(bits_of(scaled) & 0x7fffffffu);
+  if (terms == Terms::kMagnitudes) return magnitude_of(scaled);
   const bool negative = x < 0.0f;
   if (k == 2) return negative ? 1.0f : 0.0f;
   return negative == (k == 1) ? scaled : 0.0f;

@@ -104,7 +104,7 @@ class UniformEncoder {
 
 // The value of a level that is given as 2^23 + level.
 CGX_LANE float value_of_level(float level, const Header& header) {
-  return add(header.first, multiply(subtract(level, 8388608.0f), header.second));
+  return add(header.first, multiply(subtract(level, kInteger), header.second));
 }
 
 // Shared by all units of a record. A level in the top bits of the fraction of a float in [1, 2) is

@@ -41,7 +41,8 @@ template <int kBitsOfCode>
 struct Levels {
   static constexpr BucketFormat kFormat = BucketFormat::kLevels;
   static constexpr int kBits = kBitsOfCode;
-  static constexpr int kHeaderBytes = 2, kAlignment = 2;
+  static constexpr int kHeaderBytes = header_bytes(kFormat);
+  static constexpr int kAlignment = record_alignment(kFormat);
   static constexpr bool kRoundsNoisily = false, kKeepsWriteChunks = true;
   template <bool kNoisy>
   static constexpr int kMemoryBytes = kMostSquaresBytes;

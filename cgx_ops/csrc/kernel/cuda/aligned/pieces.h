@@ -35,12 +35,11 @@ struct Variant {
 inline constexpr int64_t kDefaultSize = 512;
 static_assert(kDefaultSize == kWarpLanes * kLaneValues);
 
-// Alignments in bytes. A lane moves 16 bytes of values, and up to 8 bytes of codes, at a time. The
-// records of levels have an odd number of 2-byte words.
+// Alignments in bytes. A lane moves 16 bytes of values, and up to 8 bytes of codes, at a time.
 inline constexpr uintptr_t kValueAlignment = 16;
 inline uintptr_t message_alignment(const Coding& coding) {
   if (is_exact(coding)) return kValueAlignment;
-  return coding.format == BucketFormat::kLevels ? 2 : 8;
+  return static_cast<uintptr_t>(record_alignment(coding.format));
 }
 
 // Whether these addresses, or distances between addresses, are multiples of `to`. Null is one.
@@ -70,6 +69,14 @@ inline bool has_variants(const Piece& piece) {
          (size & (size - 1)) == 0;
 }
 
+// The part of a variant that does not depend on the type of launch.
+inline Variant variant_of(const Piece& piece) {
+  if (is_exact(piece.coding)) return {};
+  return {.format = piece.coding.format,
+          .bits = piece.coding.bits,
+          .default_size = piece.bucket_size == kDefaultSize};
+}
+
 // The kernel for the whole buckets of a piece; nullopt: a general one.
 inline std::optional<Variant> variant_of(const Encode& launch, const Piece& piece) {
   if (!has_variants(piece)) return {};
@@ -80,11 +87,9 @@ inline std::optional<Variant> variant_of(const Encode& launch, const Piece& piec
       !are_aligned(to, piece.message, launch.regions.bytes) ||
       !are_copies_aligned(to, launch.copies))
     return {};
-  if (exact) return Variant{};
-  return Variant{.format = piece.coding.format,
-                 .bits = piece.coding.bits,
-                 .default_size = piece.bucket_size == kDefaultSize,
-                 .residual = piece.residual != nullptr};
+  Variant variant = variant_of(piece);
+  variant.residual = piece.residual != nullptr;
+  return variant;
 }
 
 inline std::optional<Variant> variant_of(const Reduce& launch, const Piece& piece) {
@@ -103,13 +108,12 @@ inline std::optional<Variant> variant_of(const Reduce& launch, const Piece& piec
       !are_aligned(to, piece.message, piece.reduced, launch.stride, launch.regions.bytes) ||
       !are_copies_aligned(to, launch.copies))
     return {};
-  if (exact) return Variant{};
-  return Variant{.format = piece.coding.format,
-                 .bits = piece.coding.bits,
-                 .default_size = piece.bucket_size == kDefaultSize,
-                 .own = own,
-                 .residual = piece.residual != nullptr,
-                 .encodes = encodes};
+  Variant variant = variant_of(piece);
+  if (exact) return variant;  // one kernel for all
+  variant.own = own;
+  variant.residual = piece.residual != nullptr;
+  variant.encodes = encodes;
+  return variant;
 }
 
 inline std::optional<Variant> variant_of(const Decode& launch, const Piece& piece) {
@@ -118,10 +122,7 @@ inline std::optional<Variant> variant_of(const Decode& launch, const Piece& piec
   if (!are_aligned(kValueAlignment, piece.result) ||
       !are_aligned(to, piece.message, launch.regions.bytes))
     return {};
-  if (is_exact(piece.coding)) return Variant{};
-  return Variant{.format = piece.coding.format,
-                 .bits = piece.coding.bits,
-                 .default_size = piece.bucket_size == kDefaultSize};
+  return variant_of(piece);
 }
 
 // The values of a piece that its aligned kernel processes: whole buckets, or whole words of 16

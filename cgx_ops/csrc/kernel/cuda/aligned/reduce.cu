@@ -1,4 +1,4 @@
-// Reduce kernels. Those to records are in a file of their own, which compiles in parallel.
+// Reduce kernels. Those to records are in another file, which compiles in parallel.
 #include "kernel/cuda/aligned/kernels.cuh"
 
 namespace cgx::device::cuda::aligned {

@@ -20,11 +20,21 @@ inline constexpr int64_t kLeastBucket = kNoiseBlock;
 inline constexpr int64_t kMostNumel = int64_t{1}
                                       << 36;  // pieces are shorter: their lanes have 32 bits
 
+// Values in 16 bytes.
+template <typename Value>
+inline constexpr int kValuesOfWord = 16 / static_cast<int>(sizeof(typename Value::Bits));
+
+// The alignment of a format's records in bytes: a full one of levels has an odd number of 2-byte
+// words.
+CGX_HD constexpr int record_alignment(BucketFormat format) {
+  return format == BucketFormat::kLevels ? 2 : 8;
+}
+
 // A chunk of values that are only read, and of values that are written: there a store of 16 bytes
 // must follow that of the neighbor.
 inline constexpr int kReadChunk = 8;
 template <typename Value>
-inline constexpr int kWriteChunk = 16 / static_cast<int>(sizeof(typename Value::Bits));
+inline constexpr int kWriteChunk = kValuesOfWord<Value>;
 // The chunks of a kernel that reads or writes values.
 template <typename Format, typename Value, bool kReads, bool kWrites>
 inline constexpr int kChunkOf = kWrites || Format::kKeepsWriteChunks ? kWriteChunk<Value>

@@ -50,7 +50,7 @@ CGX_LANE void decode(const Codes<kBits, kChunk>& codes, const Header& header, st
   constexpr int kPeriod = kBits == 8 ? 16 : 4 * kBits;  // positions below this are used
   constexpr uint32_t kMask = (1u << kBits) - 1;
   const uint32_t one = one_in_register();
-  const float largest = multiply(header.second, 8388608.0f);  // 2^23
+  const float largest = multiply(header.second, power_of_two(23));
   if (!is_finite(header.first) || !is_finite(largest)) {
     decode_any(codes, header, scratch, values);
     return;
@@ -107,7 +107,8 @@ template <int kBitsOfCode>
 struct Uniform {
   static constexpr BucketFormat kFormat = BucketFormat::kUniform;
   static constexpr int kBits = kBitsOfCode;
-  static constexpr int kHeaderBytes = 8, kAlignment = 8;
+  static constexpr int kHeaderBytes = header_bytes(kFormat);
+  static constexpr int kAlignment = record_alignment(kFormat);
   static constexpr bool kRoundsNoisily = true, kKeepsWriteChunks = false;
   template <bool kNoisy>
   static constexpr int kMemoryBytes = kNoisy ? kNoiseBytes : 16;

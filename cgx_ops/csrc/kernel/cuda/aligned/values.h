@@ -10,10 +10,6 @@
 
 namespace cgx::device::cuda::aligned {
 
-// Values in 16 bytes.
-template <typename Value>
-inline constexpr int kValuesOfWord = 16 / static_cast<int>(sizeof(typename Value::Bits));
-
 // Values that are read or written once need no place in the cache.
 CGX_LANE Words4 load_once(const std::byte* at) {
 #if defined(__CUDACC__)
