@@ -502,10 +502,8 @@ void test_pieces() {
 // The buckets of a piece that is long enough for a second launch, for its rest.
 int64_t buckets_to_cut(int64_t bucket_size) { return (1 << 16) / bucket_size + 9; }
 
-void test_aligned_piece(const Coding& coding, int64_t bucket_size, int64_t buckets, Dtype dtype,
-                        RoundingMode rounding, Data kind) {
-  const bool cuts = buckets == buckets_to_cut(bucket_size);
-  const int64_t rest = cuts ? one_of<int64_t>({0, 1, 17, bucket_size - 1}) : 0;
+void test_aligned_piece(const Coding& coding, int64_t bucket_size, int64_t buckets, int64_t rest,
+                        Dtype dtype, RoundingMode rounding, Data kind) {
   const std::string where =
       join("aligned ", test::text_of(coding), ", bucket ", bucket_size, " x ", buckets, " + ", rest,
            " dtype ", int(dtype), " rounding ", int(rounding), " data ", int(kind));
@@ -632,10 +630,17 @@ void test_aligned_pieces() {
         for (const Dtype dtype : kDtypes) {
           if (!has_aligned(dtype, each.coding.format, each.coding.bits)) continue;
           for (const RoundingMode rounding : {RoundingMode::kNearest, RoundingMode::kStochastic})
-            test_aligned_piece(each.coding, bucket_size, buckets, dtype, rounding,
+            test_aligned_piece(each.coding, bucket_size, buckets,
+                               buckets == buckets_to_cut(bucket_size)
+                                   ? one_of<int64_t>({0, 1, 17, bucket_size - 1})
+                                   : 0,
+                               dtype, rounding,
                                static_cast<Data>(++turn % static_cast<int>(Data::kEnd)));
         }
   }
+  test::alignment = {16, 8};  // 2^20 + 7 values
+  for (const Dtype dtype : {Dtype::kFloat32, Dtype::kBfloat16})
+    test_aligned_piece({.bits = 4}, 512, 2048, 7, dtype, RoundingMode::kStochastic, Data::kNormal);
   test_aligned_failures();
   test::alignment = {};
   if (kSanitized) return;
