@@ -19,8 +19,8 @@ from cgx_ops._core.tables import ACCEPTED, COMPRESSORS, DEFAULTS, EXACT_BITS, OF
 from cgx_ops.errors import InvalidArgument
 
 Compressor = Literal[
-    "uniform", "levels", "sign", "onebit", "ternary", "qsgd", "half", "topk", "threshold",
-    "randk",
+    "uniform", "levels", "sign", "onebit", "ternary", "qsgd", "half", "topk", "randk",
+    "entropy", "lossless",
 ]  # fmt: skip
 Rounding = Literal["stochastic", "nearest", "shift"]
 Algorithm = Literal["auto", "one_shot", "sra", "ring", "hierarchical", "by_hosts"]
@@ -76,18 +76,18 @@ class Config:
         skip_incomplete_buckets: Whether an incomplete last bucket is sent exact.
         minimal_size: Tensors with fewer than max(16, minimal_size) elements are sent exact.
         compressor: The compression method: "uniform", "levels", "sign", "onebit", "ternary",
-            "qsgd", "half", "topk", "threshold" or "randk". The page "Compressors" of the reference
-            has the bytes and the error of each.
-        density: The share of values that "topk", "threshold" and "randk" send: more than 0, at most
-            1. None: 0.01.
-        value_bits: Bits of the values that "topk" and "threshold" send: 1-8, 16 or 32. None: 32
-            (exact).
+            "qsgd", "half", "topk", "randk", "entropy" or "lossless". The page "Compressors" of the
+            reference has the bytes and the error of each.
+        density: The share of values that "topk" and "randk" send: more than 0, at most 1. None:
+            0.01.
+        value_bits: Bits of the values that "topk" sends: 1-8, 16 or 32. None: 32 (exact).
         rotation: Block size, a power of two, of a Hadamard rotation before the encoding. It reduces
             the error of values with heavy tails. None: no rotation.
+        rate: Mean bits per value of "entropy", headers included: from 0.25 to 8. None: 2.0.
         clip: Whether "ternary" clips values at 2.5 times the root mean square of their bucket.
         error_feedback: Whether training steps add the quantization error of a gradient to the next
             step's gradient. None: yes if the encoding is biased ("uniform" with nearest rounding,
-            "levels", "onebit", "topk", "threshold", "randk").
+            "levels", "onebit", "topk", "randk", "entropy").
         residual_decay: With error feedback, the factor of the residual: more than 0, at most 1.
             Less than 1 discards a part of it; MergeComp uses 0.9.
 
@@ -117,6 +117,7 @@ class Config:
     density: float | None = DEFAULTS["density"]
     value_bits: int | None = DEFAULTS["value_bits"]
     rotation: int | None = DEFAULTS["rotation"]
+    rate: float | None = DEFAULTS["rate"]
     clip: bool = DEFAULTS["clip"]
     error_feedback: bool | None = DEFAULTS["error_feedback"]
     residual_decay: float = DEFAULTS["residual_decay"]

@@ -16,7 +16,7 @@ from cgx_ops.config import Config, Keywords, config_of
 from cgx_ops.errors import InvalidArgument, checked_seed, require_integer
 
 _MOST_INT32, _MOST_INT64 = 2**31 - 1, 2**63 - 1
-_OF_KNOWN_LENGTH = {row["name"] for row in tables.COMPRESSORS.values() if row["sliced"]}
+_OF_KNOWN_LENGTH = {row["name"] for row in tables.COMPRESSORS.values() if row["fixed_length"]}
 
 
 def quantize(

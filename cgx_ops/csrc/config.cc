@@ -18,11 +18,11 @@ constexpr ConfigWord kRoundings[] = {{"nearest", CGX_NEAREST},
                                      {"stochastic", CGX_STOCHASTIC},
                                      {"shift", CGX_SHIFT},
                                      {"None", CGX_CODECS_OWN, false}};
-constexpr ConfigWord kCompressors[] = {{"uniform", CGX_UNIFORM},     {"levels", CGX_LEVELS},
-                                       {"sign", CGX_SIGN},           {"onebit", CGX_ONEBIT},
-                                       {"ternary", CGX_TERNARY},     {"qsgd", CGX_QSGD},
-                                       {"half", CGX_HALF},           {"topk", CGX_TOPK},
-                                       {"threshold", CGX_THRESHOLD}, {"randk", CGX_RANDK}};
+constexpr ConfigWord kCompressors[] = {
+    {"uniform", CGX_UNIFORM}, {"levels", CGX_LEVELS},    {"sign", CGX_SIGN},
+    {"onebit", CGX_ONEBIT},   {"ternary", CGX_TERNARY},  {"qsgd", CGX_QSGD},
+    {"half", CGX_HALF},       {"topk", CGX_TOPK},        {"randk", CGX_RANDK},
+    {"entropy", CGX_ENTROPY}, {"lossless", CGX_LOSSLESS}};
 constexpr ConfigWord kAlgorithms[] = {
     {"auto", CGX_AUTO}, {"one_shot", CGX_ONE_SHOT},         {"sra", CGX_SRA},
     {"ring", CGX_RING}, {"hierarchical", CGX_HIERARCHICAL}, {"by_hosts", CGX_BY_HOSTS}};
@@ -38,6 +38,7 @@ constexpr ConfigRange kPowersOfTwo[] = {{2, 2},   {4, 4},     {8, 8},     {16, 1
                                         {64, 64}, {128, 128}, {256, 256}, {512, 512}, {1024, 1024}};
 constexpr int64_t kBillionths = 1000000000;
 constexpr ConfigRange kShares[] = {{1, kBillionths}};
+constexpr ConfigRange kRates[] = {{kBillionths / 4, 8 * kBillionths}};
 constexpr ConfigRange kPositive[] = {{1, INT64_MAX}};
 constexpr ConfigRange kNotNegative[] = {{0, INT64_MAX}};
 
@@ -98,14 +99,14 @@ constexpr ConfigField kTable[] = {
      .by_default = CGX_UNIFORM,
      .words = kCompressors,
      .accepted = "one of 'uniform', 'levels', 'sign', 'onebit', 'ternary', 'qsgd', 'half', 'topk', "
-                 "'threshold', 'randk'",
+                 "'randk', 'entropy', 'lossless'",
      .documentation = "how values are encoded"},
     {.name = "density",
      .value = &cgx_config_t::density,
      .words = kNone,
      .ranges = kShares,
      .accepted = "None (0.01), or more than 0 and at most 1",
-     .documentation = "topk, threshold, randk: the share of values to send",
+     .documentation = "topk, randk: the share of values to send",
      .of_compressor = true,
      .unit = kBillionths},
     {.name = "value_bits",
@@ -113,7 +114,7 @@ constexpr ConfigField kTable[] = {
      .words = kNone,
      .ranges = kValueBits,
      .accepted = "None or 32 (exact), 16, or an integer from 1 to 8",
-     .documentation = "topk, threshold: bits of each value sent",
+     .documentation = "topk: bits of each value sent",
      .of_compressor = true},
     {.name = "rotation",
      .value = &cgx_config_t::rotation,
@@ -122,6 +123,14 @@ constexpr ConfigField kTable[] = {
      .accepted = "None, or a power of two from 2 to 1024",
      .documentation = "number of values that a Hadamard matrix rotates together before encoding",
      .of_compressor = true},
+    {.name = "rate",
+     .value = &cgx_config_t::rate,
+     .words = kNone,
+     .ranges = kRates,
+     .accepted = "None (2.0), or from 0.25 to 8",
+     .documentation = "entropy: mean bits per value, headers included",
+     .of_compressor = true,
+     .unit = kBillionths},
     {.name = "clip",
      .value = &cgx_config_t::clip,
      .words = kFlags,
@@ -192,9 +201,11 @@ int64_t parse_value(const ConfigField& field, std::string_view text) {
     const auto parsed = std::from_chars(text.data(), last, units);
     end = parsed.ptr;
     error = parsed.ec;
-    // Values out of (0, 1], including NaN, are invalid. Values below one unit are rounded up.
-    const bool share = units > 0 && units <= 1;
-    number = share ? std::max(1LL, std::llround(units * static_cast<double>(field.unit))) : 0;
+    // 0 is out of all ranges, and stands for values that are, such as NaN. Positive values below
+    // one unit are rounded up.
+    const double scaled = units * static_cast<double>(field.unit);
+    const bool fits = scaled > 0 && scaled <= static_cast<double>(field.ranges.back().highest);
+    number = fits ? std::max(1LL, std::llround(scaled)) : 0;
   }
   if (error != std::errc{} || end != last || !in_ranges(field, number)) refuse(field, text);
   return number;

@@ -10,6 +10,7 @@ namespace cgx {
 namespace {
 
 constexpr int64_t kHundredth = 10000000;  // the default density, in billionths
+constexpr int64_t kTwo = 2000000000;      // the default rate, in billionths
 
 // The error text is, for instance, "bits is 7; with compressor='levels' it must be from 1 to 4, or
 // 32 (exact)".
@@ -74,6 +75,7 @@ CodecSettings settings_of(const cgx_config_t& config, Dtype dtype) {
   settings.density = config.density != 0 ? config.density : kHundredth;
   settings.value_bits = config.value_bits != 0 ? static_cast<int>(config.value_bits) : kExactBits;
   settings.rotation = static_cast<int>(config.rotation);
+  settings.rate = config.rate != 0 ? config.rate : kTwo;
   settings.clip = config.clip != 0;
   return settings;
 }
@@ -130,7 +132,7 @@ std::string describe_compressors() {
     if (entry.serves({.bits = kExactBits})) continue;  // uncompressed values are not a compressor
     rows +=
         join(rows.empty() ? "" : ", ", "{\"name\": \"", entry.name, "\", \"description\": \"",
-             entry.description, "\", \"sliced\": ", entry.sliced ? "true" : "false",
+             entry.description, "\", \"fixed_length\": ", entry.fixed_length ? "true" : "false",
              ", \"bits\": [", entry.lowest_bits, ", ", entry.highest_bits, "], \"roundings\": [",
              quoted(entry.roundings,
                     [](RoundingMode mode) {

@@ -233,7 +233,7 @@ void test_codec_row(const CodecSettings& settings, Data kind, int64_t numel) {
            " density ", settings.density, " value_bits ", settings.value_bits, " rotation ",
            settings.rotation, " data ", int(kind));
   const auto codec = make_codec(settings);
-  const SlicedCodec* sliced = codec->sliced();
+  const FixedLengthCodec* sliced = codec->fixed_length();
   CHECK((sliced != nullptr) == codec_entry(settings).sliced, where);
   const bool exact = settings.bits == kExactBits;
   const bool whole = exact || settings.compressor == CGX_HALF;

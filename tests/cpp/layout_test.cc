@@ -55,7 +55,8 @@ void check_layout(const Plan& plan, int shards) {
         const Piece& piece = shard.pieces[i];
         const auto& [scattered, scatter_at] = piece.coded[Stage::kScatter];
         const auto& [gathered, gather_at] = piece.coded[Stage::kGather];
-        const int64_t grain = std::max(scattered->sliced()->grain(), gathered->sliced()->grain());
+        const int64_t grain =
+            std::max(scattered->fixed_length()->grain(), gathered->fixed_length()->grain());
         CHECK(piece.first_index % grain == 0, "a cut inside a bucket");
         CHECK(scatter_at == scatter && gather_at == gather, "a gap in the message");
         scatter += scattered->max_bytes(piece.numel);

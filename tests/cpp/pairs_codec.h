@@ -65,7 +65,7 @@ class Pairs final : public Codec {
 inline void add_pairs_codec() {
   add_codec({.name = "pairs",
              .description = "for tests: values of at least a half, with their indices",
-             .sliced = false,
+             .fixed_length = false,
              .serves = [](const CodecSettings& settings) { return settings.bits == kPairsBits; },
              .make = [](const CodecSettings&) -> std::unique_ptr<Codec> {
                return std::make_unique<Pairs>();

@@ -61,7 +61,6 @@ struct AlgorithmEntry {
   const char* name;
   const char* description;
   bool passes_sums_on;  // whether partial sums are sent, not only ranks' own values and results
-  bool sliced;          // whether it cuts values into shards; needs codecs that encode in parts
   int (*shards)(const Plan& plan);
   // The largest payload that this rank sends.
   int64_t (*bytes)(const Plan& plan, const Layout& layout);
@@ -77,9 +76,9 @@ int64_t payload_bytes(const Plan& plan);
 
 // Sets the fields that depend on the ranks' hosts:
 //
-// - The algorithm. Resolves `auto` from the encoded size, the codecs and the hosts. Replaces
-//   hierarchical by sra if there is only one level. Throws Error(CGX_UNSUPPORTED) if the algorithm
-//   cuts values and a codec cannot encode in parts.
+// - The algorithm. Resolves `auto` from the encoded size and the hosts. Replaces hierarchical by
+// sra
+//   if there is only one level.
 // - The dtype of partial sums. Uncompressed ones are sent in fp32 whatever the tensor's dtype: fp16
 //   could overflow although the result, such as an average, does not. Vote counts are sent
 //   uncompressed.

@@ -29,12 +29,12 @@ Plan carried_plan(const cgx_collective_t& call, int rank, int size, BuffersUsed 
   return plan;
 }
 
-// All message sizes must be known in advance. So a codec that cannot encode in parts reserves its
+// All message sizes must be known in advance. So a codec without a fixed length reserves its
 // largest size, and stores the actual length in front.
 constexpr int64_t kLengthBytes = 8;
 
 int64_t room_of(const Chunk& chunk, Stage stage) {
-  return chunk.length[stage].most + (chunk.sliced ? 0 : kLengthBytes);
+  return chunk.length[stage].most + (chunk.fixed_length ? 0 : kLengthBytes);
 }
 
 int64_t bytes_of(const Shard& shard, Stage stage) {
@@ -66,7 +66,7 @@ std::byte* cleared(std::span<std::byte> buffer) {
 // The message of `source` at `bytes`.
 Encoded message_at(const Chunk& chunk, Stage stage, int source, const std::byte* bytes) {
   const int64_t most = chunk.length[stage].most;
-  if (chunk.sliced) return {source, {bytes, static_cast<size_t>(most)}};
+  if (chunk.fixed_length) return {source, {bytes, static_cast<size_t>(most)}};
   int64_t length;
   std::memcpy(&length, bytes, kLengthBytes);
   require(length >= 0 && length <= most, CGX_PEER_FAILED, "rank ", source,
@@ -158,9 +158,9 @@ void Carried::encode(std::span<std::byte> room) const {
     if (seeds_) std::memcpy(message, &*seeds_, sizeof(*seeds_));
     message += seeds_bytes();
     for (const Chunk& chunk : shard.chunks) {
-      std::byte* to = message + (chunk.sliced ? 0 : kLengthBytes);
+      std::byte* to = message + (chunk.fixed_length ? 0 : kLengthBytes);
       const int64_t bytes = encode_chunk(plan_, shard, chunk, Stage::kScatter, plan_.input, to);
-      if (!chunk.sliced) std::memcpy(message, &bytes, kLengthBytes);
+      if (!chunk.fixed_length) std::memcpy(message, &bytes, kLengthBytes);
       message += room_of(chunk, Stage::kScatter);
     }
   }

@@ -15,9 +15,9 @@ namespace {
 // short.
 Encoded part_of(const Encoded& message, const Piece& piece, Stage stage) {
   const auto [codec, at] = piece.coded[stage];
-  const SlicedCodec* sliced = codec->sliced();
-  if (!sliced) return message;
-  const int64_t end = at + sliced->offset(piece.numel);
+  const FixedLengthCodec* fixed = codec->fixed_length();
+  if (!fixed) return message;
+  const int64_t end = at + fixed->offset(piece.numel);
   require(end <= static_cast<int64_t>(message.bytes.size()), CGX_PEER_FAILED, "rank ",
           message.source, " sent ", message.bytes.size(), " bytes, but ", end, " are due");
   return {message.source, message.bytes.subspan(at, end - at)};
@@ -29,8 +29,8 @@ std::span<const std::byte> encode_sums(const Plan& plan, const Piece& piece, Sta
                                        const float* sums, int64_t first, int64_t numel,
                                        std::byte* message) {
   const auto [codec, at] = piece.coded[stage];
-  const SlicedCodec* sliced = codec->sliced();
-  std::byte* to = message + at + (sliced ? sliced->offset(first) : 0);
+  const FixedLengthCodec* fixed = codec->fixed_length();
+  std::byte* to = message + at + (fixed ? fixed->offset(first) : 0);
   const int64_t bytes = piece.residual
                             ? encode_sums_with_residual(plan, piece, stage, sums, first, numel, to)
                             : codec->encode(Dtype::kFloat32, sums, numel, piece.first_index + first,

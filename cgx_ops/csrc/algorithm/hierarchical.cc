@@ -357,7 +357,6 @@ const AlgorithmEntry kHierarchical = {
     "ranks of a host, hosts, ranks of a host: 4 steps, 2(h-1)/h x size sent by each of h hosts to "
     "others, quantized twice",
     /*passes_sums_on=*/true,
-    /*sliced=*/true,
     [](const Plan& plan) { return plan.topology->hosts() * plan.topology->lanes(); },
     bytes_sent,
     [](Plan plan) -> std::unique_ptr<Algorithm> {

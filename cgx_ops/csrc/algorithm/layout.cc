@@ -6,16 +6,6 @@
 #include "algorithm/schedule.h"
 
 namespace cgx {
-namespace {
-
-// If a codec cannot encode in parts, the whole segment is one grain.
-int64_t grain_of(const Codec& codec, const Segment& segment) {
-  const SlicedCodec* sliced = codec.sliced();
-  return sliced ? sliced->grain() : std::max<int64_t>(1, segment.numel);
-}
-
-}  // namespace
-
 int64_t Shard::bytes(Stage stage) const {
   int64_t sum = 0;
   for (const Chunk& chunk : chunks) sum += chunk.length[stage].most;
@@ -33,7 +23,7 @@ Layout::Layout(const Plan& plan) {
   for (const auto& segment : plan.segments) {
     int64_t grain = 1;
     for (const CodecSettings& settings : segment.codecs.each)
-      grain = std::max(grain, grain_of(*codec(settings), segment));
+      grain = std::max(grain, codec(settings)->grain());
     const int64_t grains = segment.numel / grain + (segment.numel % grain != 0);
     for (int owner = 0; owner < static_cast<int>(shards_.size()); ++owner) {
       const auto range = owned_grains(grains, owner, static_cast<int>(shards_.size()));
@@ -62,24 +52,24 @@ int64_t Layout::longest_message() const {
 void Layout::append(Shard* shard, const Segment& segment, int64_t first, int64_t last) {
   PerStage<const Codec*> codecs;
   int64_t grain = 1;
-  bool sliced = true;
+  bool fixed_length = true;
   for (size_t stage = 0; stage < codecs.each.size(); ++stage) {
     codecs.each[stage] = codec(segment.codecs.each[stage]);
-    grain = std::max(grain, grain_of(*codecs.each[stage], segment));
-    sliced &= codecs.each[stage]->sliced() != nullptr;
+    grain = std::max(grain, codecs.each[stage]->grain());
+    fixed_length &= codecs.each[stage]->fixed_length() != nullptr;
   }
   const int64_t grain_bytes =
       std::max(codecs[Stage::kScatter]->max_bytes(grain), codecs[Stage::kGather]->max_bytes(grain));
   while (first < last) {
     const Chunk* open = shard->chunks.empty() ? nullptr : &shard->chunks.back();
     const int64_t used =
-        open && sliced && open->sliced
+        open && fixed_length && open->fixed_length
             ? std::max(open->length[Stage::kScatter].most, open->length[Stage::kGather].most)
             : chunk_bytes_;
     int64_t room = (chunk_bytes_ - used) / grain_bytes;
     if (room <= 0) {
-      shard->chunks.push_back({shard->pieces.size(), shard->pieces.size(), {}, sliced});
-      room = std::max<int64_t>(1, chunk_bytes_ / grain_bytes);
+      shard->chunks.push_back({shard->pieces.size(), shard->pieces.size(), {}, fixed_length});
+      room = fixed_length ? std::max<int64_t>(1, chunk_bytes_ / grain_bytes) : 1;
     }
     Chunk& chunk = shard->chunks.back();
     const int64_t numel = std::min(last - first, room * grain);
@@ -96,7 +86,7 @@ void Layout::append(Shard* shard, const Segment& segment, int64_t first, int64_t
       Length& length = chunk.length.each[stage];
       piece.coded.each[stage] = {codecs.each[stage], length.most};
       length.most += codecs.each[stage]->max_bytes(numel);
-      length.least = sliced ? length.most : 0;
+      length.least = codecs.each[stage]->fixed_length() ? length.most : 1;
     }
     shard->pieces.push_back(piece);
     chunk.last_piece = shard->pieces.size();

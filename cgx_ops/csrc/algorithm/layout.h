@@ -1,7 +1,7 @@
 // Divides a plan's values into shards (one per owner), chunks (one per message) and pieces (the
 // part of a segment in a chunk). Cuts are between grains (buckets), so each piece can be encoded
-// independently. Every rank computes the same layout. If a codec cannot encode in parts, a whole
-// segment is one piece and one chunk.
+// independently. Every rank computes the same layout. If a codec has no fixed length, each of its
+// grains is one piece and one chunk.
 #pragma once
 
 #include <memory>
@@ -13,8 +13,7 @@
 
 namespace cgx {
 
-// The possible length of a message, in bytes. Messages of codecs that encode in parts have a fixed
-// length.
+// The possible length of a message, in bytes.
 struct Length {
   int64_t least;
   int64_t most;
@@ -42,7 +41,7 @@ struct Chunk {
   size_t first_piece;
   size_t last_piece;  // exclusive
   PerStage<Length> length;
-  bool sliced;  // otherwise it is one piece, whose length is known after encoding
+  bool fixed_length;  // otherwise it is one piece, whose length is known after encoding
 };
 
 struct Shard {

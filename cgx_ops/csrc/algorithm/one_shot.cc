@@ -4,8 +4,6 @@
 //   small    (at most kEagerBytes encoded) values are sent in the header
 //   larger   chunk messages; a chunk is summed when all ranks' messages have arrived
 //
-// Nothing is cut, so every codec is supported.
-//
 // Steps: 1. Each rank sends (n-1) times the encoded size. Values are quantized once.
 #include "algorithm/one_shot.h"
 
@@ -126,7 +124,6 @@ const AlgorithmEntry kOneShot = {
     "one_shot",
     "every rank sends everything to every other: 1 step, (n-1) x size sent, quantized once",
     /*passes_sums_on=*/false,
-    /*sliced=*/false,
     [](const Plan&) { return 1; },
     [](const Plan& plan, const Layout& layout) {
       return (plan.size - 1) * layout.shard(0).bytes(Stage::kScatter);

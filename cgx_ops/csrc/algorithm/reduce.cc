@@ -9,12 +9,12 @@
 namespace cgx {
 namespace {
 
-// The encoded bytes of `numel` values from `first` on. Everything if the codec cannot encode in
-// parts.
+// The encoded bytes of `numel` values from `first` on. Everything if the codec has no fixed length,
+// because then the block is the whole piece.
 Encoded block_of(const Contribution& from, int64_t first, int64_t numel) {
-  const SlicedCodec* sliced = from.codec->sliced();
-  if (!sliced) return from.message;
-  return {from.message.source, sliced->slice(from.message.bytes, first, numel)};
+  const FixedLengthCodec* fixed = from.codec->fixed_length();
+  if (!fixed) return from.message;
+  return {from.message.source, fixed->slice(from.message.bytes, first, numel)};
 }
 
 template <typename Decode>
@@ -41,9 +41,8 @@ void decode_add(const Codec& codec, const Encoded& message, int64_t numel, int64
 int64_t block_numel(const Piece& piece, int64_t about) {
   int64_t grain = 1;
   for (const auto& coded : piece.coded.each) {
-    const SlicedCodec* sliced = coded.codec->sliced();
-    if (!sliced) return piece.numel;
-    grain = std::max(grain, sliced->grain());
+    if (!coded.codec->fixed_length()) return piece.numel;
+    grain = std::max(grain, coded.codec->grain());
   }
   return std::max(grain, about / grain * grain);
 }

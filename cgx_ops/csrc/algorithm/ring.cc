@@ -184,7 +184,6 @@ const AlgorithmEntry kRing = {
     "ring",
     "2(n-1) steps to the right neighbor, 2(n-1)/n x size sent, quantized n times: for exact values",
     /*passes_sums_on=*/true,
-    /*sliced=*/true,
     [](const Plan& plan) { return plan.size; },
     [](const Plan& plan, const Layout& layout) {
       int64_t sum = 0;  // every shard but one passes through, in each direction

@@ -236,7 +236,6 @@ const AlgorithmEntry kSra = {
     "sra",
     "scatter-reduce-allgather: 2 steps, 2(n-1)/n x size sent, quantized twice",
     /*passes_sums_on=*/false,
-    /*sliced=*/true,
     [](const Plan& plan) { return plan.verb->shards() ? plan.size : 1; },
     [](const Plan& plan, const Layout& layout) {
       int64_t sum = 0;

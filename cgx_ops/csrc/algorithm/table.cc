@@ -25,21 +25,11 @@ int64_t nested_one_shot_bytes(const Topology& topology) {
   return std::clamp(kLinkBytes / pairs, kHeaderBytes, kEagerBytes);
 }
 
-// The first codec of the plan that cannot encode in parts, or null.
-const CodecEntry* unsliced(const Plan& plan) {
-  for (const Segment& segment : plan.segments)
-    for (const CodecSettings& settings : segment.codecs.each)
-      if (const CodecEntry& entry = codec_entry(settings); !entry.sliced) return &entry;
-  return nullptr;
-}
-
-// `cut`: whether all codecs can encode in parts.
-cgx_algorithm_t pick_algorithm(const Plan& plan, bool cut) {
+cgx_algorithm_t pick_algorithm(const Plan& plan) {
   const bool nested = plan.topology && plan.topology->nested();
   const cgx_algorithm_t of_long = nested ? CGX_HIERARCHICAL : CGX_SRA;
   if (plan.algorithm == CGX_HIERARCHICAL) return of_long;
   if (plan.algorithm != CGX_AUTO && plan.algorithm != CGX_BY_HOSTS) return plan.algorithm;
-  if (!cut) return CGX_ONE_SHOT;
   if (plan.algorithm == CGX_BY_HOSTS) return of_long;
   // Up to `bytes` encoded bytes, inclusive. A quantized ring is never chosen: its error grows with
   // the number of ranks.
@@ -82,15 +72,10 @@ int64_t payload_bytes(const Plan& plan) {
 }
 
 void resolve_algorithm(Plan* plan) {
-  const CodecEntry* whole = unsliced(*plan);
-  plan->algorithm = pick_algorithm(*plan, /*cut=*/!whole);
-  const AlgorithmEntry& entry = entry_of(plan->algorithm);
-  require(!whole || !entry.sliced, CGX_UNSUPPORTED, entry.name,
-          " cuts values into shards, but the compressor ", whole ? whole->name : "",
-          " cannot encode a segment in parts: use an allreduce with one_shot or auto");
+  plan->algorithm = pick_algorithm(*plan);
   // A minimum or maximum is one of the values.
   const bool selects = plan->op == Op::kMin || plan->op == Op::kMax;
-  if (selects || !entry.passes_sums_on) return;
+  if (selects || !entry_of(plan->algorithm).passes_sums_on) return;
   for (Segment& segment : plan->segments) {
     CodecSettings& sums = segment.codecs[Stage::kScatter];
     sums.dtype = Dtype::kFloat32;

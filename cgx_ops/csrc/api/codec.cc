@@ -7,6 +7,7 @@
 
 #include "api/api.h"
 #include "base/checks.h"
+#include "compressor/around.h"
 #include "config.h"
 #include "config_codec.h"
 #include "device/codec.h"
@@ -42,11 +43,12 @@ Call make_call(const cgx_codec_t* codec, int64_t numel) {
   CodecSettings settings = settings_of(config, to_dtype(codec->dtype));
   settings.seed = static_cast<uint64_t>(codec->seed);
   auto made = make_codec(settings);
-  const int64_t grain = made->sliced() ? made->sliced()->grain() : 1;
+  if (!made->fixed_length()) made = make_framed(std::move(made));
+  const int64_t grain = made->grain();
   require(codec->first_index >= 0 && codec->first_index <= INT64_MAX - numel &&
               codec->first_index % grain == 0,
-          CGX_INVALID_ARGUMENT, "first_index is ", codec->first_index,
-          "; accepted: a multiple of bucket_size, ", grain);
+          CGX_INVALID_ARGUMENT, "first_index is ", codec->first_index, "; accepted: a multiple of ",
+          grain);
   const Rounding rounding{rounding_of(config), static_cast<uint64_t>(codec->seed),
                           static_cast<uint32_t>(codec->rank), static_cast<uint32_t>(codec->phase)};
   return {std::move(made), {settings, rounding, numel, codec->first_index}};
@@ -59,10 +61,10 @@ std::unique_ptr<device::Queue> queue_of(const cgx_codec_t* codec, const void* bu
 
 void sum_on_cpu(const Call& call, const std::byte* messages, int32_t count, int64_t stride,
                 std::byte* message) {
-  const SlicedCodec* codec = call.codec->sliced();
+  const FixedLengthCodec* codec = call.codec->fixed_length();
   require(codec, CGX_UNSUPPORTED,
-          "this compressor cannot encode a segment in parts, so its messages cannot be summed: use "
-          "another one");
+          "the size of this compressor's messages depends on the values, so they cannot be summed: "
+          "use another one");
   const int64_t grain = codec->grain();
   const int64_t block = std::max(grain, kBlockNumel / grain * grain);
   std::vector<float> sum(std::min(block, call.run.numel));

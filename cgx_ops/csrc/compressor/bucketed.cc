@@ -7,7 +7,7 @@
 namespace cgx {
 namespace {
 
-class Bucketed final : public SlicedCodec {
+class Bucketed final : public FixedLengthCodec {
  public:
   Bucketed(const CodecSettings& settings, BucketFormat format, int bits)
       : bucket_size_(settings.bucket_size), format_(format), bits_(bits), clip_(settings.clip) {}

@@ -19,7 +19,7 @@ int64_t Codec::encode_keeping(const float* values, int64_t numel, int64_t first_
   return written;
 }
 
-void SlicedCodec::check_length(std::span<const std::byte> bytes, int64_t numel) const {
+void FixedLengthCodec::check_length(std::span<const std::byte> bytes, int64_t numel) const {
   require(static_cast<int64_t>(bytes.size()) == offset(numel), CGX_INVALID_ARGUMENT, bytes.size(),
           " bytes for ", numel, " values: expected ", offset(numel));
 }

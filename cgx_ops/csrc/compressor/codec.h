@@ -2,12 +2,15 @@
 // algorithms (algorithm/) send its bytes. An object has the settings of one segment and is
 // immutable, so threads may share it.
 //
-//   Codec         Encodes a segment as a whole. The length depends on the values: encode() returns
-//                 it, messages carry it, and decode() validates it. Only one_shot supports it,
-//                 since that cuts nothing.
-//   SlicedCodec   Encodes in parts. The length is known in advance. Values that begin at a multiple
-//                 of grain() are encoded independently, and their bytes begin at offset(first). So
-//                 values can be cut into shards and chunks there, and every algorithm supports it.
+// Values that begin at a multiple of grain() are encoded independently, so they can be cut into
+// shards and messages there.
+//
+//   Codec              The length depends on the values: encode() returns it, and decode()
+//   validates
+//                      it. A call encodes at most grain() values, which are a message of their own.
+//   FixedLengthCodec   The length depends on the number of values only. A call encodes any number
+//   of
+//                      grains, and the bytes of a grain begin at offset(first).
 //
 // Sums are fp32 and are computed by the algorithm. So encode() accepts fp32 whatever the tensor's
 // dtype.
@@ -28,17 +31,20 @@
 
 namespace cgx {
 
-class SlicedCodec;
+class FixedLengthCodec;
 struct CodecEntry;
 
 class Codec {
  public:
   virtual ~Codec() = default;
 
-  // The largest size of `numel` encoded values.
+  virtual int64_t grain() const = 0;
+
+  // The largest size of `numel` encoded values: the sum over their grains.
   virtual int64_t max_bytes(int64_t numel) const = 0;
 
-  // Returns the bytes written. `first_index`: the index of values[0] in its segment, for the noise.
+  // Returns the bytes written, at least 1 if numel > 0. `first_index`: the index of values[0] in
+  // its segment, for the noise.
   virtual int64_t encode(Dtype dtype, const void* values, int64_t numel, int64_t first_index,
                          const Rounding& rounding, std::byte* bytes) const = 0;
 
@@ -55,14 +61,12 @@ class Codec {
   virtual void decode_add(std::span<const std::byte> bytes, int64_t numel, int64_t first_index,
                           const float* base, float* sum) const = 0;
 
-  // Returns this codec if it encodes in parts, else null.
-  virtual const SlicedCodec* sliced() const { return nullptr; }
+  // Returns this codec if its lengths depend on the number of values only, else null.
+  virtual const FixedLengthCodec* fixed_length() const { return nullptr; }
 };
 
-class SlicedCodec : public Codec {
+class FixedLengthCodec : public Codec {
  public:
-  virtual int64_t grain() const = 0;
-
   // The offset of element `first` (a multiple of grain()) in an encoding, or the size of the
   // encoding of `first` elements.
   virtual int64_t offset(int64_t first) const = 0;
@@ -79,7 +83,7 @@ class SlicedCodec : public Codec {
   void check_length(std::span<const std::byte> bytes, int64_t numel) const;
 
   int64_t max_bytes(int64_t numel) const final { return offset(numel); }
-  const SlicedCodec* sliced() const final { return this; }
+  const FixedLengthCodec* fixed_length() const final { return this; }
 };
 
 // The settings of a segment's codec. Codecs with equal settings produce equal bytes.
@@ -91,6 +95,7 @@ struct CodecSettings {
   cgx_compressor_t compressor = CGX_UNIFORM;
   int64_t density = 0;  // this and the following as in cgx_config_t, with defaults resolved
   int value_bits = 0;
+  int64_t rate = 0;
   int rotation = 0;
   bool clip = false;
   uint64_t seed = 0;  // of the random indices that all ranks share (randk)
@@ -128,7 +133,7 @@ class DeviceRuns {
 struct CodecEntry {
   const char* name;
   const char* description;
-  bool sliced;  // makes SlicedCodecs
+  bool fixed_length;  // makes FixedLengthCodecs
   bool (*serves)(const CodecSettings& settings);
   std::unique_ptr<Codec> (*make)(const CodecSettings& settings);
   // How GPUs encode the values, without rotation. Null: unsupported.

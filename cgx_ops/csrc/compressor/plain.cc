@@ -5,7 +5,7 @@
 namespace cgx {
 namespace {
 
-class Plain final : public SlicedCodec {
+class Plain final : public FixedLengthCodec {
  public:
   // `noisy`: whether rounding to the dtype may be stochastic.
   Plain(Dtype wire, bool noisy) : wire_(wire), noisy_(noisy) {}

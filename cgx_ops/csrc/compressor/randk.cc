@@ -27,7 +27,7 @@ void gather(const float* from, int64_t numel, Chosen& chosen) {
     std::fill(chosen.values.begin(), chosen.values.end(), std::numeric_limits<float>::quiet_NaN());
 }
 
-class Randk final : public SlicedCodec {
+class Randk final : public FixedLengthCodec {
  public:
   explicit Randk(const CodecSettings& settings)
       : settings_(settings), none_(make_none(settings)), keys_(settings.seed) {

@@ -12,12 +12,12 @@
 namespace cgx {
 namespace {
 
-class Rotated final : public SlicedCodec {
+class Rotated final : public FixedLengthCodec {
  public:
   Rotated(std::unique_ptr<Codec> inner, int rotation)
       : inner_(std::move(inner)), rotation_(rotation) {}
 
-  int64_t grain() const override { return inner_->sliced()->grain(); }
+  int64_t grain() const override { return inner_->grain(); }
   int64_t offset(int64_t first) const override { return inner_->max_bytes(first); }
 
   int64_t encode(Dtype dtype, const void* values, int64_t numel, int64_t first_index,

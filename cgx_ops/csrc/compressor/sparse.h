@@ -10,8 +10,6 @@ namespace cgx {
 
 // Sends the largest magnitudes of each bucket.
 std::unique_ptr<Codec> make_topk(const CodecSettings& settings);
-// Sends the magnitudes of a segment above a threshold, which is estimated from a sample.
-std::unique_ptr<Codec> make_threshold(const CodecSettings& settings);
 // Sends the values of each bucket at random indices, derived from the seed.
 std::unique_ptr<Codec> make_randk(const CodecSettings& settings);
 

@@ -10,7 +10,7 @@
 namespace cgx {
 namespace {
 
-class Topk final : public SlicedCodec {
+class Topk final : public FixedLengthCodec {
  public:
   explicit Topk(const CodecSettings& settings) : settings_(settings), chosen_values_(settings) {
     require(settings.bucket_size < kMostIndices, CGX_INVALID_ARGUMENT, "buckets of ",

@@ -6,12 +6,12 @@
 namespace cgx {
 namespace {
 
-class WholeBuckets final : public SlicedCodec {
+class WholeBuckets final : public FixedLengthCodec {
  public:
   WholeBuckets(std::unique_ptr<Codec> inner, std::unique_ptr<Codec> none, int64_t bucket_size)
       : inner_(std::move(inner)), none_(std::move(none)), bucket_size_(bucket_size) {}
 
-  int64_t grain() const override { return inner_->sliced()->grain(); }
+  int64_t grain() const override { return inner_->grain(); }
 
   int64_t offset(int64_t first) const override {
     const int64_t whole = whole_of(first);

@@ -22,7 +22,7 @@ Launch launch_of(const Run& run, const Place& place) {
     piece.bucket_size = settings.bucket_size;
     piece.seed = run.rounding.seed;
     piece.coding = piece.reduced_coding = coding;
-    place(&piece, first * size_of(settings.dtype), codec->sliced()->offset(first));
+    place(&piece, first * size_of(settings.dtype), codec->fixed_length()->offset(first));
     launch.pieces.at[launch.pieces.count++] = piece;
   }
   return launch;

@@ -46,7 +46,7 @@ class Runs {
  public:
   Runs(const CpuPiece& piece, Stage stage)
       : at_(piece.coded[stage].at),
-        codec_(*piece.coded[stage].codec->sliced()),
+        codec_(*piece.coded[stage].codec->fixed_length()),
         runs_(device_runs(piece.segment->codecs[stage], piece.numel)) {}
   size_t size() const { return runs_.size(); }
   const DeviceRun& operator[](size_t i) const { return runs_[i]; }
@@ -59,7 +59,7 @@ class Runs {
 
  private:
   const int64_t at_;
-  const SlicedCodec& codec_;
+  const FixedLengthCodec& codec_;
   const DeviceRuns runs_;
 };
 

@@ -34,7 +34,7 @@ _GROUP = "group of rank"  # key of a group in checkpoints, with its lowest rank
 
 
 # Compressors whose messages cannot be cut into blocks; they use one_shot.
-_UNCUT = {row["name"] for row in tables.COMPRESSORS.values() if not row["sliced"]}
+_UNCUT = {row["name"] for row in tables.COMPRESSORS.values() if not row["fixed_length"]}
 
 
 class AveragingState:

@@ -518,7 +518,7 @@ CGX_API cgx_status_t cgx_plan(const cgx_collective_t* collective, cgx_plan_t* pl
  * buffers are on one GPU. Messages are equal to those of CPU calls, so ranks may use different
  * devices. The buffers of the all-to-all also have room for a message of this rank to itself,
  * scatter_bytes[rank] bytes, which cgx_carried_encode zeroes and cgx_carried_reduce does not read.
- * CGX_THRESHOLD and CGX_RANDK are not supported.
+ * CGX_RANDK is not supported.
  *
  * The library cannot check that all ranks make the same call, as messages have no headers. It only
  * compares the seeds of CGX_RANDK, of which messages carry a hash: if they differ,
@@ -623,7 +623,7 @@ typedef struct cgx_codec_t {
   size_t struct_size;
   cgx_config_t config; /**< algorithm, gather_bits, intra_bits and minimal_size are ignored. */
   int64_t seed;        /**< The key of the noise's Philox generator, used as given. */
-  int64_t first_index; /**< Index of the first element in its segment: a multiple of bucket_size.
+  int64_t first_index; /**< Index of the first element in its segment, between two buckets.
                           The noise of element i has the counter (first_index + i, rank, phase). */
   int32_t dtype;       /**< A cgx_dtype_t. */
   int32_t rank;        /**< >= 0. */
@@ -636,7 +636,7 @@ typedef struct cgx_codec_t {
  *
  * @param codec The codec.
  * @param numel Number of values.
- * @param[out] bytes The size in bytes. For CGX_THRESHOLD, whose size depends on the values, the
+ * @param[out] bytes The size in bytes. If it depends on the values (CGX_ENTROPY, CGX_LOSSLESS), the
  *     largest possible size.
  * @return CGX_OK, or CGX_INVALID_ARGUMENT. */
 CGX_API cgx_status_t cgx_encoded_bytes(const cgx_codec_t* codec, int64_t numel, int64_t* bytes);
@@ -685,8 +685,7 @@ CGX_API cgx_status_t cgx_statistic(const cgx_codec_t* codec, const void* values,
  * @param stride Bytes from one message to the next.
  * @param numel Number of values per message.
  * @param[out] message The encoded sum.
- * @return As cgx_quantize; CGX_UNSUPPORTED also if the compressor cannot encode a segment in parts
- *     (CGX_THRESHOLD). */
+ * @return As cgx_quantize; CGX_UNSUPPORTED also if the size of messages depends on the values. */
 CGX_API cgx_status_t cgx_sum_encoded(const cgx_codec_t* codec, const void* messages,
                                      int32_t num_messages, int64_t stride, int64_t numel,
                                      void* message);

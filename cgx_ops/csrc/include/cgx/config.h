@@ -47,16 +47,17 @@ typedef enum cgx_rounding_t {
  * compressor_formats.md in the same folder those of the others, and docs/explanation/numerics.md
  * their errors. */
 typedef enum cgx_compressor_t {
-  CGX_UNIFORM = 0,   /**< Evenly spaced levels between the minimum and maximum of a bucket. */
-  CGX_LEVELS = 1,    /**< Fixed levels, scaled by the root mean square of a bucket. */
-  CGX_SIGN = 2,      /**< Signs. The sum is a majority vote. */
-  CGX_ONEBIT = 3,    /**< Signs, plus the means of the negative and of the other values. */
-  CGX_TERNARY = 4,   /**< -1, 0 or 1, scaled by the largest magnitude of a bucket. */
-  CGX_QSGD = 5,      /**< Signs and levels, scaled by the norm of a bucket. */
-  CGX_HALF = 6,      /**< 16 bits: bf16 for float32 values. */
-  CGX_TOPK = 7,      /**< The values of largest magnitude in a bucket. */
-  CGX_THRESHOLD = 8, /**< Values above a threshold that is estimated from a sample. */
-  CGX_RANDK = 9      /**< Values at random indices, which are the same on all ranks. */
+  CGX_UNIFORM = 0,  /**< Evenly spaced levels between the minimum and maximum of a bucket. */
+  CGX_LEVELS = 1,   /**< Fixed levels, scaled by the root mean square of a bucket. */
+  CGX_SIGN = 2,     /**< Signs. The sum is a majority vote. */
+  CGX_ONEBIT = 3,   /**< Signs, plus the means of the negative and of the other values. */
+  CGX_TERNARY = 4,  /**< -1, 0 or 1, scaled by the largest magnitude of a bucket. */
+  CGX_QSGD = 5,     /**< Signs and levels, scaled by the norm of a bucket. */
+  CGX_HALF = 6,     /**< 16 bits: bf16 for float32 values. */
+  CGX_TOPK = 7,     /**< The values of largest magnitude in a bucket. */
+  CGX_RANDK = 8,    /**< Values at random indices, which are the same on all ranks. */
+  CGX_ENTROPY = 9,  /**< Evenly spaced levels with codes of variable length. */
+  CGX_LOSSLESS = 10 /**< Uncompressed values whose exponents have codes of variable length. */
 } cgx_compressor_t;
 
 /** Whether a training step uses error feedback. */
@@ -86,10 +87,11 @@ typedef struct cgx_config_t {
   int64_t compressor;   /**< A cgx_compressor_t. */
   int64_t density;      /**< Sparse compressors: the share of values to send, in billionths; 0: the
                              default, 1 %. */
-  int64_t value_bits;   /**< CGX_TOPK, CGX_THRESHOLD: bits of each value sent: 1 to 8, 16 or 32; 0:
-                             32. */
+  int64_t value_bits;   /**< CGX_TOPK: bits of each value sent: 1 to 8, 16 or 32; 0: 32. */
   int64_t rotation;     /**< Elements that a Hadamard matrix rotates together before encoding; 0:
                              none. */
+  int64_t rate;         /**< CGX_ENTROPY: mean bits per value, headers included, in billionths; 0:
+                             the default, 2. */
   int64_t clip;         /**< CGX_TERNARY: 1 clips values at 2.5 times the root mean square of their
                              bucket. */
   int64_t error_feedback; /**< A cgx_feedback_t. Used by training steps; collectives ignore it, and
@@ -117,7 +119,8 @@ CGX_API const char* cgx_compressor_name(int64_t compressor);
 
 /** Return the compressors, in the order of cgx_compressor_t, as a JSON list.
  *
- * Each row has "name", "description", "sliced" (whether a segment can be encoded in parts), "bits"
+ * Each row has "name", "description", "fixed_length" (whether the encoded size depends on the
+ * number of values only), "bits"
  * ([lowest, highest]; [0, 0] if the width is fixed), "roundings" (names, the default first),
  * "knobs" (the optional config fields that it uses), "biased" (whether nearest rounding biases the
  * result) and "device" ("" if GPUs support it, else the reason why not).

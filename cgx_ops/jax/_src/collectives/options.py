@@ -237,7 +237,7 @@ def refuse_on_gpus(function: str, configs: Iterable[Config]) -> None:
 
 def can_be_cut(config: Config) -> bool:
     """Return whether shards of a leaf can be sent separately. Otherwise one_shot sends it."""
-    return config.bits == EXACT_BITS or COMPRESSORS[config.compressor]["sliced"]
+    return config.bits == EXACT_BITS or COMPRESSORS[config.compressor]["fixed_length"]
 
 
 def _require_whole(caller: str, config: Config, verb: Verb) -> None:
