@@ -172,10 +172,6 @@ void unsupported_codecs() {
     throws(CGX_UNSUPPORTED, {text}, [&] { Side(one, 0, 2, true); });
   };
   Case one;
-  one.compressor = CGX_THRESHOLD;
-  one.algorithm = CGX_ONE_SHOT;
-  one.density = 50'000'000;
-  refused(one, "compressor='threshold' is not supported on GPUs");
   one.compressor = CGX_RANDK;
   refused(one, "compressor='randk' is not supported on GPUs if the caller sends the messages");
   one = {};

@@ -1,9 +1,8 @@
 // The codec interface: variable lengths, and validation of messages.
 //
-//   1. A codec whose length is known only after encoding (pairs_codec.h) works in an allreduce
-//      among threads, beside other codecs in one message, with residuals, and in carried calls.
-//   2. Collectives that must cut a message reject such a codec, and the error states the remedy.
-//   3. For every codec and algorithm, a message that is too short, too long or malformed is an
+//   1. A codec whose length depends on the values (pairs_codec.h) works in every algorithm among
+//      threads, beside other codecs in one message, with residuals, and in carried calls.
+//   2. For every codec and algorithm, a message that is too short, too long or malformed is an
 //      error that names its sender.
 #include <cmath>
 #include <deque>
@@ -12,6 +11,7 @@
 
 #include "algorithm/algorithm.h"
 #include "algorithm/carried.h"
+#include "algorithm/schedule.h"
 #include "pairs_codec.h"
 #include "ranks.h"
 
@@ -34,15 +34,53 @@ float kept(float value, int64_t numel) {
   return numel < 16 || std::abs(value) >= 0.5f ? value : 0.0f;
 }
 
-// The sum in rank order, in fp32.
-std::vector<float> expected_sum(int size, int64_t numel) {
-  std::vector<float> sum(numel);
-  for (int rank = 0; rank < size; ++rank) {
-    const auto values = values_of(rank, numel);
-    for (int64_t i = 0; i < numel; ++i)
-      sum[i] = rank == 0 ? kept(values[i], numel) : sum[i] + kept(values[i], numel);
+// The sum of an element, and the quantization error of each rank, as wire_format.md defines them.
+struct Sum {
+  float value = 0;
+  std::vector<float> lost;
+};
+
+Sum sum_of(int algorithm, int owner, int64_t numel, const std::vector<float>& inputs) {
+  const int size = static_cast<int>(inputs.size());
+  Sum sum{0, std::vector<float>(size, 0.0f)};
+  const auto encode = [&](int rank, float value) {
+    sum.lost[rank] = value - kept(value, numel);
+    return kept(value, numel);
+  };
+  if (size == 1) return {inputs[0], {0.0f}};
+  if (algorithm == CGX_RING) {
+    for (int hop = 1; hop <= size; ++hop) {
+      const int rank = (owner + hop) % size;
+      sum.value = encode(rank, hop == 1 ? inputs[rank] : sum.value + inputs[rank]);
+    }
+    return sum;
   }
+  for (int rank = 0; rank < size; ++rank) {
+    const bool raw = algorithm == CGX_SRA && rank == owner;
+    const float value = raw ? inputs[rank] : encode(rank, inputs[rank]);
+    sum.value = rank == 0 ? value : sum.value + value;
+  }
+  if (algorithm == CGX_SRA) sum.value = encode(owner, sum.value);
   return sum;
+}
+
+// The sums of all elements, and the quantization errors of `rank`.
+std::pair<std::vector<float>, std::vector<float>> expected(int algorithm, int size, int rank,
+                                                           int64_t numel) {
+  std::vector<std::vector<float>> inputs;
+  for (int each = 0; each < size; ++each) inputs.push_back(values_of(each, numel));
+  std::vector<float> sums, lost;
+  const int64_t grain = numel < 16 ? 1 : kPairsGrain, grains = (numel + grain - 1) / grain;
+  int owner = 0;
+  for (int64_t i = 0; i < numel; ++i) {
+    while (i / grain >= owned_grains(grains, owner, size).last) ++owner;
+    std::vector<float> values;
+    for (const auto& input : inputs) values.push_back(input[i]);
+    const Sum sum = sum_of(algorithm, owner, numel, values);
+    sums.push_back(sum.value);
+    lost.push_back(sum.lost[rank]);
+  }
+  return {sums, lost};
 }
 
 cgx_collective_t call_of(const cgx_segment_t* segments, int64_t count, const float* input,
@@ -61,26 +99,68 @@ cgx_collective_t call_of(const cgx_segment_t* segments, int64_t count, const flo
 void test_allreduce(int size, const char* transport) {
   const Ranks ranks(size, transport, 60, "pairs");
   ranks.run([&](int rank, int32_t comm) {
-    for (const int64_t numel : kSizes) {
-      const auto input = values_of(rank, numel);
-      std::vector<float> output(numel, -1.0f), lost(numel);
+    for (const int algorithm : {CGX_ONE_SHOT, CGX_SRA, CGX_RING}) {
+      for (const int64_t numel : kSizes) {
+        const auto input = values_of(rank, numel);
+        std::vector<float> output(numel, -1.0f), lost(numel);
+        const cgx_segment_t segment{0, numel, 512, kPairsBits, 0, nullptr};
+        void* residuals[] = {lost.data()};
+        auto call = call_of(&segment, 1, input.data(), output.data());
+        call.comm = comm;
+        call.config.algorithm = algorithm;
+        call.residuals = residuals;
+        ok(cgx_run(&call));
+        const auto [sums, errors] = expected(algorithm, size, rank, numel);
+        CHECK(output == sums, "%ld values among %d ranks, algorithm %d", long(numel), size,
+              algorithm);
+        CHECK(lost == errors, "residuals of %ld values among %d ranks, algorithm %d", long(numel),
+              size, algorithm);
+      }
+    }
+  });
+}
+
+// A rank's own block: reduce_scatter sums other ranks' decoded values with its own, and all_gather
+// sends decoded ones.
+void test_blocks(int size) {
+  const Ranks ranks(size, "AUTO", 60, "blocks");
+  ranks.run([&](int rank, int32_t comm) {
+    for (const int64_t numel : {17, 999, 1001, 5000}) {
+      std::vector<float> inputs;  // of all blocks
+      for (int block = 0; block < size; ++block)
+        for (const float value : values_of(rank * size + block, numel)) inputs.push_back(value);
       const cgx_segment_t segment{0, numel, 512, kPairsBits, 0, nullptr};
-      void* residuals[] = {lost.data()};
-      auto call = call_of(&segment, 1, input.data(), output.data());
-      call.comm = comm;
-      call.residuals = residuals;
-      ok(cgx_run(&call));
-      const auto expected = size == 1 ? input : expected_sum(size, numel);
-      CHECK(output == expected, "%ld values among %d ranks", long(numel), size);
-      for (int64_t i = 0; i < numel; ++i)
-        CHECK(lost[i] == (size == 1 ? 0.0f : input[i] - kept(input[i], numel)), "residual %ld",
-              long(i));
+      std::vector<float> sum(numel), gathered(numel * size);
+      auto scatter = call_of(&segment, 1, inputs.data(), sum.data());
+      scatter.comm = comm;
+      scatter.verb = CGX_REDUCE_SCATTER;
+      ok(cgx_run(&scatter));
+      for (int64_t i = 0; i < numel; ++i) {
+        float expected = 0;
+        for (int peer = 0; peer < size; ++peer) {
+          const float value = values_of(peer * size + rank, numel)[i];
+          expected += peer == rank ? value : kept(value, numel);
+        }
+        if (i % 97 == 0 || i + 1 == numel)
+          CHECK(sum[i] == expected, "element %ld of %ld: %g, not %g", long(i), long(numel), sum[i],
+                expected);
+      }
+      auto gather = call_of(&segment, 1, inputs.data(), gathered.data());
+      gather.comm = comm;
+      gather.verb = CGX_ALL_GATHER;
+      ok(cgx_run(&gather));
+      for (int peer = 0; peer < size; ++peer) {
+        const auto block = values_of(peer * size, numel);
+        for (int64_t i = 0; i < numel; ++i)
+          CHECK(gathered[peer * numel + i] == kept(block[i], numel), "block %d, element %ld", peer,
+                long(i));
+      }
     }
   });
 }
 
 // Exact values, buckets and pairs in one message: each segment has the result of a separate call.
-void test_mixed_codecs() {
+void test_mixed_codecs(int algorithm) {
   constexpr int kSize = 3;
   const cgx_segment_t segments[] = {{0, 700, 512, kPairsBits, 0, nullptr},
                                     {700, 1000, 512, 32, 0, nullptr},
@@ -93,6 +173,7 @@ void test_mixed_codecs() {
     auto call = call_of(segments, 4, input.data(), together.data());
     call.comm = comm;
     call.op = CGX_AVG;
+    call.config.algorithm = algorithm;
     const int64_t seeds[] = {1, 2, 3, 4};
     call.seeds = seeds;
     ok(cgx_run(&call));
@@ -100,15 +181,15 @@ void test_mixed_codecs() {
       auto each = call_of(&segments[i], 1, input.data(), alone.data());
       each.comm = comm;
       each.op = CGX_AVG;
-      each.config.algorithm = CGX_ONE_SHOT;
+      each.config.algorithm = algorithm;
       each.seeds = &seeds[i];
       ok(cgx_run(&each));
     }
-    CHECK(together == alone, "rank %d", rank);
+    CHECK(together == alone, "rank %d, algorithm %d", rank, algorithm);
   });
 }
 
-void test_carried() {
+void test_carried_one_shot() {
   constexpr int kSize = 3;
   for (const int64_t numel : {0, 17, 5000}) {
     std::vector<std::vector<float>> inputs, outputs(kSize, std::vector<float>(numel));
@@ -118,9 +199,9 @@ void test_carried() {
     std::deque<Carried> carried;
     Bytes gathered;
     for (int rank = 0; rank < kSize; ++rank) {
-      carried.emplace_back(call_of(&segment, 1, inputs[rank].data(), outputs[rank].data()), rank,
-                           kSize, BuffersUsed{});
-      CHECK(carried[rank].plan().algorithm == CGX_ONE_SHOT, "auto");
+      auto call = call_of(&segment, 1, inputs[rank].data(), outputs[rank].data());
+      call.config.algorithm = CGX_ONE_SHOT;
+      carried.emplace_back(call, rank, kSize, BuffersUsed{});
       messages[rank].resize(carried[rank].gather_bytes(rank));
       carried[rank].encode(messages[rank]);
       gathered.insert(gathered.end(), messages[rank].begin(), messages[rank].end());
@@ -128,7 +209,8 @@ void test_carried() {
     const auto stride = static_cast<int64_t>(messages[0].size());
     for (int rank = 0; rank < kSize; ++rank) {
       carried[rank].decode(gathered);
-      CHECK(outputs[rank] == expected_sum(kSize, numel), "rank %d, %ld values", rank, long(numel));
+      CHECK(outputs[rank] == expected(CGX_ONE_SHOT, kSize, rank, numel).first,
+            "rank %d, %ld values", rank, long(numel));
     }
     if (numel == 0) continue;
     for (const int64_t length : {int64_t{-1}, stride, int64_t{9}}) {
@@ -143,35 +225,36 @@ void test_carried() {
   }
 }
 
-// ---- 2. messages that must be cut ----
-
-void test_cut_codecs_are_rejected() {
-  const Ranks ranks(2, "AUTO", 60, "refused");
-  ranks.run([&](int, int32_t comm) {
-    std::vector<float> values(200), results(400);
-    const cgx_segment_t segment{0, 100, 512, kPairsBits, 0, nullptr};
-    struct Row {
-      int verb, algorithm;
-      const char* text;
-    };
-    for (const Row& row : {Row{CGX_ALLREDUCE, CGX_SRA, "sra"},
-                           {CGX_ALLREDUCE, CGX_RING, "ring"},
-                           {CGX_REDUCE_SCATTER, CGX_AUTO, "sra"},
-                           {CGX_ALL_GATHER, CGX_AUTO, "sra"}}) {
-      auto call = call_of(&segment, 1, values.data(), results.data());
-      call.comm = comm;
-      call.verb = row.verb;
-      call.config.algorithm = row.algorithm;
-      CHECK(cgx_run(&call) == CGX_UNSUPPORTED, "verb %d", row.verb);
-      const std::string text = cgx_last_error();
-      CHECK(text.find(row.text) == 0 && text.find("pairs") != std::string::npos &&
-                text.find("one_shot or auto") != std::string::npos,
-            "%s", text.c_str());
-    }
-  });
+void test_carried_sra() {
+  constexpr int kSize = 2;
+  constexpr int64_t kNumel = 5000;
+  std::vector<std::vector<float>> inputs, outputs(kSize, std::vector<float>(kNumel));
+  const cgx_segment_t segment{0, kNumel, 512, kPairsBits, 0, nullptr};
+  for (int rank = 0; rank < kSize; ++rank) inputs.push_back(values_of(rank, kNumel));
+  std::deque<Carried> carried;
+  std::vector<Bytes> scattered(kSize), reduced(kSize);
+  for (int rank = 0; rank < kSize; ++rank) {
+    auto call = call_of(&segment, 1, inputs[rank].data(), outputs[rank].data());
+    call.config.algorithm = CGX_SRA;
+    carried.emplace_back(call, rank, kSize, BuffersUsed{});
+    scattered[rank].resize(carried[rank].encoded_at().back());
+    carried[rank].encode(scattered[rank]);
+  }
+  int64_t stride = 0;
+  for (int rank = 0; rank < kSize; ++rank) stride = std::max(stride, carried[0].gather_bytes(rank));
+  Bytes gathered;
+  for (int rank = 0; rank < kSize; ++rank) {
+    reduced[rank].resize(stride);
+    carried[rank].reduce(scattered[1 - rank], reduced[rank]);
+    gathered.insert(gathered.end(), reduced[rank].begin(), reduced[rank].end());
+  }
+  for (int rank = 0; rank < kSize; ++rank) {
+    carried[rank].decode(gathered);
+    CHECK(outputs[rank] == expected(CGX_SRA, kSize, rank, kNumel).first, "rank %d", rank);
+  }
 }
 
-// ---- 3. malformed messages ----
+// ---- 2. malformed messages ----
 
 // Discards all messages.
 class Sink : public Port {
@@ -239,10 +322,11 @@ void test_malformed_messages() {
       {CGX_RING, {0, 0}, 4, 500, 1, 0, 6 * (8 + 250)},
       {CGX_HIERARCHICAL, {0, 0, 1, 1}, 4, 500, 1, 0, 0},
       {CGX_ONE_SHOT, {0, 0}, kPairsBits, 512, 1, 0, 0},
+      {CGX_SRA, {0, 0}, kPairsBits, 512, 1, 0, 0},
+      {CGX_RING, {0, 0}, kPairsBits, 512, 1, 0, 0},
       // Bytes of 0xff are not valid indices, so that even the right length is an error.
       {CGX_SRA, {0, 0}, 4, 500, 1, 0, 0, CGX_TOPK},
       {CGX_ONE_SHOT, {0, 0}, 4, 500, 1, 0, 0, CGX_TOPK},
-      {CGX_ONE_SHOT, {0, 0}, 4, 500, 1, 0, 0, CGX_THRESHOLD},
       {CGX_SRA, {0, 0}, 4, 500, 1, 0, 6 * (2 + 100), CGX_TERNARY},
       {CGX_SRA, {0, 0}, 4, 500, 1, 0, 6 * 5 * 4, CGX_RANDK},
   };
@@ -258,14 +342,13 @@ void test_malformed_messages() {
   }
   // Indices take 13 bytes a bucket: 5 of 500, at 6 bits each. There are 6 buckets.
   const int64_t topk = 6 * (4 + 2 + 5 * 4);
-  CHECK(error_of(rows[7], topk).find("rank 1 sent a malformed message: ") == 0, "%s",
-        error_of(rows[7], topk).c_str());
-  // A threshold message begins with the number of values, here 2^64 - 1.
-  CHECK(error_of(rows[9], 100).find("values above a threshold, of 6000") != std::string::npos, "%s",
-        error_of(rows[9], 100).c_str());
-  // A possible length of pairs, but the indices are out of range.
-  const std::string error = error_of(rows[6], 80);
-  CHECK(error.find("rank 1 sent a malformed message: index") == 0, "%s", error.c_str());
+  CHECK(error_of(rows[9], topk).find("rank 1 sent a malformed message: ") == 0, "%s",
+        error_of(rows[9], topk).c_str());
+  // A possible length of pairs, but not of as many as the message begins with.
+  for (int row = 6; row <= 8; ++row) {
+    const std::string error = error_of(rows[row], 84);
+    CHECK(error.find("rank 1 sent a malformed message: 84 bytes for") == 0, "%s", error.c_str());
+  }
 }
 
 }  // namespace
@@ -274,9 +357,10 @@ int main() {
   add_pairs_codec();
   for (const int size : {1, 2, 3, 4, 8}) test_allreduce(size, "AUTO");
   test_allreduce(3, "SHM");
-  test_mixed_codecs();
-  test_carried();
-  test_cut_codecs_are_rejected();
+  for (const int size : {2, 3, 8}) test_blocks(size);
+  for (const int algorithm : {CGX_ONE_SHOT, CGX_SRA, CGX_RING}) test_mixed_codecs(algorithm);
+  test_carried_one_shot();
+  test_carried_sra();
   test_malformed_messages();
   std::puts("passed");
 }

@@ -208,9 +208,6 @@ void unsupported_calls() {
     sparse.value_bits = 0;
     sparse.seeds_on_device = true;
     refused(sparse, "pass seeds in host memory");
-    Case whole;
-    whole.compressor = CGX_THRESHOLD;
-    refused(whole, "'threshold' is not supported on GPUs");
     Case rotated;
     rotated.rotation = 64;
     rotated.bucket_size = 8193;

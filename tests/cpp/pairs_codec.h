@@ -1,5 +1,5 @@
-// A codec for tests whose length is known only after encoding: pairs of index and value, for all
-// values of at least 0.5 in magnitude. Once added, bits=3 with bucket_size=77 selects it.
+// A codec for tests whose length depends on the values: the number of values of at least 0.5 in
+// magnitude, then their indices and values. Once added, bits=3 selects it.
 #pragma once
 
 #include <cmath>
@@ -14,6 +14,7 @@
 namespace cgx {
 
 inline constexpr int kPairsBits = 3;
+inline constexpr int64_t kPairsGrain = 1000;
 
 struct Pair {
   uint32_t index;
@@ -22,19 +23,27 @@ struct Pair {
 
 class Pairs final : public Codec {
  public:
-  int64_t max_bytes(int64_t numel) const override { return numel * sizeof(Pair); }
+  int64_t grain() const override { return kPairsGrain; }
+  int64_t max_bytes(int64_t numel) const override {
+    const int64_t grains = (numel + kPairsGrain - 1) / kPairsGrain;
+    return grains * sizeof(uint32_t) + numel * sizeof(Pair);
+  }
 
   int64_t encode(Dtype dtype, const void* values, int64_t numel, int64_t /*first_index*/,
                  const Rounding& /*rounding*/, std::byte* bytes) const override {
+    require(numel >= 1 && numel <= kPairsGrain, CGX_INTERNAL, numel, " values in one grain");
     std::vector<float> wide(numel);
     kernels().convert(dtype, values, Dtype::kFloat32, wide.data(), numel);
-    int64_t end = 0;
+    uint32_t count = 0;
+    int64_t end = sizeof(count);
     for (int64_t i = 0; i < numel; ++i) {
       if (!(std::abs(wide[i]) >= 0.5f)) continue;
       const Pair pair{static_cast<uint32_t>(i), wide[i]};
       std::memcpy(bytes + end, &pair, sizeof(pair));
       end += sizeof(pair);
+      ++count;
     }
+    std::memcpy(bytes, &count, sizeof(count));
     return end;
   }
 
@@ -47,11 +56,13 @@ class Pairs final : public Codec {
 
   void decode_add(std::span<const std::byte> bytes, int64_t numel, int64_t /*first_index*/,
                   const float* base, float* sum) const override {
-    require(bytes.size() % sizeof(Pair) == 0, CGX_INVALID_ARGUMENT, bytes.size(),
-            " bytes are not a multiple of ", sizeof(Pair));
+    uint32_t count = 0;
+    if (bytes.size() >= sizeof(count)) std::memcpy(&count, bytes.data(), sizeof(count));
+    require(bytes.size() == sizeof(count) + count * sizeof(Pair), CGX_INVALID_ARGUMENT,
+            bytes.size(), " bytes for ", count, " pairs");
     if (base != sum) std::memcpy(sum, base, numel * sizeof(float));
     int64_t next = 0;
-    for (size_t at = 0; at < bytes.size(); at += sizeof(Pair)) {
+    for (size_t at = sizeof(count); at < bytes.size(); at += sizeof(Pair)) {
       Pair pair;
       std::memcpy(&pair, bytes.data() + at, sizeof(pair));
       require(pair.index >= next && pair.index < numel, CGX_INVALID_ARGUMENT, "index ", pair.index,

@@ -68,8 +68,7 @@ CodecSettings any_settings(Input& input) {
 
 void check_decoding(Input& input) {
   const CodecSettings settings = any_settings(input);
-  const bool sparse = settings.bits != kExactBits &&
-                      (settings.compressor == CGX_TOPK || settings.compressor == CGX_THRESHOLD);
+  const bool sparse = settings.bits != kExactBits && settings.compressor == CGX_TOPK;
   const auto to = static_cast<Dtype>(input.below(3));
   const int64_t numel = input.number<uint16_t>() % 700;
   const auto codec = make_codec(settings);
