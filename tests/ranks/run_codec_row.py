@@ -28,7 +28,7 @@ from cgx_ops.torch import ddp
 use_cpu_devices(1)
 cgx_ops.jax.initialize()
 RANK, SIZE = cgx_ops.rank(), cgx_ops.size()
-BITS, CONFIG = 3, Config(3, rounding="nearest")
+BITS, CONFIG = 3, Config(3, rounding="nearest", algorithm="one_shot")
 NUMELS = (0, 1, 17, 511, 512, 513, 2**20 + 7)
 Float32s = npt.NDArray[np.float32]
 

@@ -75,6 +75,14 @@ Encoded message_at(const Chunk& chunk, Stage stage, int source, const std::byte*
   return {source, {bytes + kLengthBytes, static_cast<size_t>(length)}};
 }
 
+// Writes a message to `*at` by encode(), which returns its length, and advances `*at`.
+template <typename Encode>
+void write_message(const Chunk& chunk, Stage stage, std::byte** at, const Encode& encode) {
+  const int64_t bytes = encode(*at + (chunk.fixed_length ? 0 : kLengthBytes));
+  if (!chunk.fixed_length) std::memcpy(*at, &bytes, kLengthBytes);
+  *at += room_of(chunk, stage);
+}
+
 }  // namespace
 
 Carried::Carried(const cgx_collective_t& call, int rank, int size, BuffersUsed used)
@@ -157,12 +165,10 @@ void Carried::encode(std::span<std::byte> room) const {
     std::byte* message = messages + at[owner];
     if (seeds_) std::memcpy(message, &*seeds_, sizeof(*seeds_));
     message += seeds_bytes();
-    for (const Chunk& chunk : shard.chunks) {
-      std::byte* to = message + (chunk.fixed_length ? 0 : kLengthBytes);
-      const int64_t bytes = encode_chunk(plan_, shard, chunk, Stage::kScatter, plan_.input, to);
-      if (!chunk.fixed_length) std::memcpy(message, &bytes, kLengthBytes);
-      message += room_of(chunk, Stage::kScatter);
-    }
+    for (const Chunk& chunk : shard.chunks)
+      write_message(chunk, Stage::kScatter, &message, [&](std::byte* to) {
+        return encode_chunk(plan_, shard, chunk, Stage::kScatter, plan_.input, to);
+      });
   }
 }
 
@@ -181,7 +187,9 @@ void Carried::reduce(std::span<const std::byte> arrived, std::span<std::byte> ro
     for (int rank = 0; rank < plan_.size; ++rank)
       if (rank != plan_.rank)
         messages[rank] = message_at(chunk, Stage::kScatter, rank, from(rank) + at);
-    message += reducer.to_message(Stage::kGather, shard, chunk, messages, plan_.input, message);
+    write_message(chunk, Stage::kGather, &message, [&](std::byte* to) {
+      return reducer.to_message(Stage::kGather, shard, chunk, messages, plan_.input, to);
+    });
     at += room_of(chunk, Stage::kScatter);
   }
 }

@@ -46,8 +46,8 @@ class Runs {
  public:
   Runs(const CpuPiece& piece, Stage stage)
       : at_(piece.coded[stage].at),
-        codec_(*piece.coded[stage].codec->fixed_length()),
-        runs_(device_runs(piece.segment->codecs[stage], piece.numel)) {}
+        runs_(device_runs(piece.segment->codecs[stage], piece.numel)),
+        codec_(*piece.coded[stage].codec->fixed_length()) {}
   size_t size() const { return runs_.size(); }
   const DeviceRun& operator[](size_t i) const { return runs_[i]; }
   // The coding of the part of a run that begins at element `first`.
@@ -59,8 +59,8 @@ class Runs {
 
  private:
   const int64_t at_;
+  const DeviceRuns runs_;  // throws unless GPUs support the codec
   const FixedLengthCodec& codec_;
-  const DeviceRuns runs_;
 };
 
 // Calls add(piece, first) for each run of a CPU piece, which begins at its element `first`. In the
