@@ -155,10 +155,6 @@ void* first_of(void* const* pointers, int64_t count) {
   return const_cast<void*>(first_of(const_cast<const void* const*>(pointers), count));
 }
 
-int64_t distance(const void* from, const void* to) {
-  return static_cast<int64_t>(reinterpret_cast<uintptr_t>(to) - reinterpret_cast<uintptr_t>(from));
-}
-
 // Whether two launches belong to one program and differ. Runtimes number each program's launches
 // from an arbitrary 32-bit number. Launches of two programs are close by chance in one of 32,768
 // cases, and are then rejected wrongly.

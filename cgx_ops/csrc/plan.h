@@ -24,6 +24,8 @@
 
 namespace cgx {
 
+class Packing;
+
 struct Segment {
   int64_t input_at = 0;  // bytes, from the plan's input
   int64_t output_at = 0;
@@ -54,7 +56,8 @@ struct Plan {
   std::shared_ptr<const Topology> topology;  // null: unknown
   int64_t divisor = 1;                       // of avg
   std::vector<Segment> segments;
-  int64_t block_numel = 0;  // elements of a block
+  std::shared_ptr<const Packing> packing;  // of small segments (algorithm/packing.h), or null
+  int64_t block_numel = 0;                 // elements of a block
   const std::byte* input = nullptr;
   std::byte* output = nullptr;
   int64_t chunk_bytes = kChunkBytes;  // the limit on a message's encoded values
@@ -107,6 +110,10 @@ struct BuffersUsed {
 // Throws Error(CGX_INVALID_ARGUMENT or CGX_UNSUPPORTED).
 Plan make_plan(const cgx_collective_t& call, int rank, int size, BuffersUsed used = {});
 Agreement make_agreement(const cgx_collective_t& call, const Plan& plan);
+// The bytes from one address to another, as in Segment.
+inline int64_t distance(const void* from, const void* to) {
+  return static_cast<int64_t>(reinterpret_cast<uintptr_t>(to) - reinterpret_cast<uintptr_t>(from));
+}
 // Returns a hash of the seeds of random indices, or nullopt without randk.
 std::optional<uint64_t> shared_seeds(const Plan& plan);
 // Whether two agreements match. Launches of different programs may differ.

@@ -39,8 +39,8 @@ class Algorithm {
   // Called only after all ranks have agreed. Passes a peer's message to take_eager() or take() if
   // the plan expects exactly this message. Otherwise throws Error(CGX_PEER_FAILED), which names the
   // sender.
-  void deliver_eager(int source, Bytes payload);
-  void deliver(int part, Arrival arrival);
+  virtual void deliver_eager(int source, Bytes payload);
+  virtual void deliver(int part, Arrival arrival);
   virtual Step step(Port& port) = 0;
   virtual bool finished() const = 0;
   // Whether messages of a rank are missing, and the current phase, for error texts.
@@ -82,6 +82,7 @@ int64_t payload_bytes(const Plan& plan);
 // - The dtype of partial sums. Uncompressed ones are sent in fp32 whatever the tensor's dtype: fp16
 //   could overflow although the result, such as an average, does not. Vote counts are sent
 //   uncompressed.
+// - Small segments (Packing).
 void resolve_algorithm(Plan* plan);
 
 }  // namespace cgx

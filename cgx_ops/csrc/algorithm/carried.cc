@@ -6,6 +6,7 @@
 
 #include "algorithm/algorithm.h"
 #include "algorithm/chunks.h"
+#include "algorithm/packing.h"
 #include "base/checks.h"
 
 namespace cgx {
@@ -157,6 +158,7 @@ int64_t Carried::check_decode(std::span<const std::byte> gathered) const {
 void Carried::encode(std::span<std::byte> room) const {
   if (plan_.size == 1) return;
   check_encode(room);
+  if (plan_.packing) plan_.packing->load(plan_);
   std::byte* const messages = cleared(room);
   const std::vector<int64_t> at = encoded_at();
   for (int owner = 0; owner < plan_.size; ++owner) {
@@ -170,11 +172,13 @@ void Carried::encode(std::span<std::byte> room) const {
         return encode_chunk(plan_, shard, chunk, Stage::kScatter, plan_.input, to);
       });
   }
+  if (plan_.packing) plan_.packing->store_residuals(plan_);
 }
 
 void Carried::reduce(std::span<const std::byte> arrived, std::span<std::byte> room) const {
   if (plan_.size > 1 || one_shot()) check_reduce(arrived, room);
   if (plan_.size == 1) return;
+  if (plan_.packing) plan_.packing->load(plan_);
   std::byte* message = cleared(room);
   const auto from = [&, at = arrived_at()](int rank) { return arrived.data() + at[rank]; };
   for (int rank = 0; rank < plan_.size; ++rank)
@@ -192,10 +196,16 @@ void Carried::reduce(std::span<const std::byte> arrived, std::span<std::byte> ro
     });
     at += room_of(chunk, Stage::kScatter);
   }
+  if (plan_.packing) plan_.packing->store_residuals(plan_);
 }
 
 void Carried::decode(std::span<const std::byte> received) const {
   if (plan_.size == 1) return pass_through(plan_);
+  decode_values(received);
+  if (plan_.packing) plan_.packing->store_results(plan_);
+}
+
+void Carried::decode_values(std::span<const std::byte> received) const {
   const int64_t stride = check_decode(received);
   const std::byte* gathered = received.data();
   if (!one_shot()) {

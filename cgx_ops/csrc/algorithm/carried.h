@@ -47,6 +47,7 @@ class Carried {
   void decode(std::span<const std::byte> gathered) const;
 
  private:
+  void decode_values(std::span<const std::byte> gathered) const;
   // Bytes that encode() writes for `owner`.
   int64_t encoded_bytes(int owner) const;
   // Whether the buffers of encode() and reduce() have room for a message of this rank.

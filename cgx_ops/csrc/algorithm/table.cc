@@ -5,6 +5,7 @@
 
 #include "algorithm/algorithm.h"
 #include "algorithm/one_shot.h"
+#include "algorithm/packing.h"
 #include "base/status.h"
 
 namespace cgx {
@@ -64,7 +65,9 @@ const AlgorithmEntry& entry_of(cgx_algorithm_t algorithm) {
 }
 
 std::unique_ptr<Algorithm> make_algorithm(Plan plan) {
-  return entry_of(plan.algorithm).make(std::move(plan));
+  const AlgorithmEntry& entry = entry_of(plan.algorithm);
+  if (!plan.packing) return entry.make(std::move(plan));
+  return make_packed(plan, entry.make(plan));
 }
 
 int64_t payload_bytes(const Plan& plan) {
@@ -75,12 +78,14 @@ void resolve_algorithm(Plan* plan) {
   plan->algorithm = pick_algorithm(*plan);
   // A minimum or maximum is one of the values.
   const bool selects = plan->op == Op::kMin || plan->op == Op::kMax;
-  if (selects || !entry_of(plan->algorithm).passes_sums_on) return;
+  const bool passes_sums_on = !selects && entry_of(plan->algorithm).passes_sums_on;
   for (Segment& segment : plan->segments) {
+    if (!passes_sums_on) break;
     CodecSettings& sums = segment.codecs[Stage::kScatter];
     sums.dtype = Dtype::kFloat32;
     if (votes(segment.codecs[Stage::kGather])) sums.bits = kExactBits;  // vote counts
   }
+  Packing::pack(plan);
 }
 
 }  // namespace cgx

@@ -1,0 +1,140 @@
+#include "algorithm/packing.h"
+
+#include <algorithm>
+#include <cstring>
+
+namespace cgx {
+namespace {
+
+// Whether a segment is shorter than a block of a codec that has no fixed length.
+bool is_small(const Segment& segment) {
+  return segment.numel > 0 &&
+         std::any_of(segment.codecs.each.begin(), segment.codecs.each.end(), [&](const auto& each) {
+           return !codec_entry(each).fixed_length && segment.numel < make_codec(each)->grain();
+         });
+}
+
+// Except for bucket_size, which is at most the number of values, because codecs without a fixed
+// length have no buckets.
+bool same_settings(const Segment& a, const Segment& b) {
+  const auto same = [](CodecSettings left, const CodecSettings& right) {
+    left.bucket_size = right.bucket_size;
+    return left == right;
+  };
+  return std::equal(a.codecs.each.begin(), a.codecs.each.end(), b.codecs.each.begin(), same) &&
+         a.rounding == b.rounding && a.repeats == b.repeats && !a.residual == !b.residual;
+}
+
+class PackedAlgorithm final : public Algorithm {
+ public:
+  PackedAlgorithm(const Plan& plan, std::unique_ptr<Algorithm> inner)
+      : plan_(plan), inner_(std::move(inner)) {}
+
+  Bytes eager() override {
+    plan_.packing->load(plan_);
+    return inner_->eager();
+  }
+  void deliver_eager(int source, Bytes payload) override {
+    inner_->deliver_eager(source, std::move(payload));
+  }
+  void deliver(int part, Arrival arrival) override { inner_->deliver(part, std::move(arrival)); }
+  Step step(Port& port) override {
+    if (stored_) return Step::kIdle;
+    if (!inner_->finished()) return inner_->step(port);
+    plan_.packing->store_residuals(plan_);
+    plan_.packing->store_results(plan_);
+    stored_ = true;
+    return Step::kWorked;
+  }
+  bool finished() const override { return stored_; }
+  bool waits_for(int rank) const override { return inner_->waits_for(rank); }
+  const char* phase() const override { return inner_->phase(); }
+
+ private:
+  const Plan plan_;
+  const std::unique_ptr<Algorithm> inner_;
+  bool stored_ = false;
+};
+
+}  // namespace
+
+void Packing::pack(Plan* plan) {
+  const bool may_pack = plan->size > 1 && plan->verb->id == CGX_ALLREDUCE;
+  if (!may_pack || std::none_of(plan->segments.begin(), plan->segments.end(), is_small)) return;
+  struct Group {
+    bool is_small;
+    std::vector<Segment> segments;
+  };
+  std::vector<Group> groups;
+  for (const Segment& segment : plan->segments) {
+    const bool small = is_small(segment);
+    const auto fits = [&](const Group& group) {
+      return small && group.is_small && same_settings(group.segments[0], segment);
+    };
+    const auto group = std::find_if(groups.begin(), groups.end(), fits);
+    if (group == groups.end())
+      groups.push_back({small, {segment}});
+    else
+      group->segments.push_back(segment);
+  }
+  if (groups.size() == plan->segments.size()) return;
+  auto packing = std::make_shared<Packing>();
+  plan->segments.clear();
+  for (Group& group : groups) {
+    plan->segments.push_back(group.segments[0]);
+    if (group.segments.size() == 1) continue;
+    Segment& whole = plan->segments.back();
+    whole.numel = 0;
+    for (const Segment& segment : group.segments) whole.numel += segment.numel;
+    auto packed = std::make_unique<Packed>();
+    packed->values.resize(plan->bytes(whole.numel));
+    if (whole.residual) packed->residuals.resize(packed->values.size());
+    packed->segments = std::move(group.segments);
+    whole.input_at = distance(plan->input, packed->values.data());
+    whole.output_at = distance(plan->output, packed->values.data());
+    whole.residual = whole.residual ? packed->residuals.data() : nullptr;
+    packing->packed_.push_back(std::move(packed));
+  }
+  plan->packing = std::move(packing);
+}
+
+template <typename Copy>
+void Packing::for_segments(const Plan& plan, const Copy& copy) const {
+  for (const auto& packed : packed_) {
+    int64_t at = 0;
+    for (const Segment& segment : packed->segments) {
+      const int64_t bytes = plan.bytes(segment.numel);
+      std::byte* const residual = segment.residual ? packed->residuals.data() + at : nullptr;
+      copy(segment, packed->values.data() + at, residual, bytes);
+      at += bytes;
+    }
+  }
+}
+
+void Packing::load(const Plan& plan) const {
+  for_segments(plan,
+               [&](const Segment& segment, std::byte* values, std::byte* residual, int64_t bytes) {
+                 std::memcpy(values, plan.input + segment.input_at, bytes);
+                 if (residual) std::memcpy(residual, segment.residual, bytes);
+               });
+}
+
+void Packing::store_residuals(const Plan& plan) const {
+  for_segments(
+      plan, [&](const Segment& segment, std::byte* /*values*/, std::byte* residual, int64_t bytes) {
+        if (residual) std::memcpy(segment.residual, residual, bytes);
+      });
+}
+
+void Packing::store_results(const Plan& plan) const {
+  for_segments(
+      plan, [&](const Segment& segment, std::byte* values, std::byte* /*residual*/, int64_t bytes) {
+        std::memcpy(plan.output + segment.output_at, values, bytes);
+      });
+}
+
+std::unique_ptr<Algorithm> make_packed(const Plan& plan, std::unique_ptr<Algorithm> inner) {
+  return std::make_unique<PackedAlgorithm>(plan, std::move(inner));
+}
+
+}  // namespace cgx
