@@ -24,7 +24,7 @@ CHUNK_BYTES = 32 * 1024  # of a message at most: csrc/transport/table.cc
 SHARED_CHUNK_BYTES = 128 * 1024  # the same where all ranks are on one host,
 CHUNKS_OF_SHARD = 8  # and a shard is that many messages: csrc/algorithm/layout.cc
 EAGER_BYTES = 8 * 1024  # kEagerBytes of csrc/algorithm/one_shot.h: values that ride in headers
-HEADER_BYTES = 200  # docs/reference/control_messages.md
+HEADER_BYTES = 208  # docs/reference/control_messages.md
 BUCKET = 512  # values
 EXACT = 32  # bits
 

@@ -162,7 +162,7 @@ def statistic_at(values: int, numel: int, dtype: int, config: Config) -> float:
 
 
 def encoded_bytes(numel: int, config: Config, dtype: npt.DTypeLike = "float32") -> int:
-    """Return the size of the output of quantize(); for "threshold", the largest size."""
+    """Return the size of the output of quantize(); the largest one if it depends on the values."""
     return _encoded_bytes(_codec(config, dtype_named(dtype)), numel)
 
 

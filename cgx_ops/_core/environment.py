@@ -25,6 +25,7 @@ _VARIABLES = {
     "CGX_COMPRESSION_DENSITY": "density",
     "CGX_COMPRESSION_VALUE_BITS": "value_bits",
     "CGX_COMPRESSION_ROTATION": "rotation",
+    "CGX_COMPRESSION_RATE": "rate",
     "CGX_COMPRESSION_CLIP": "clip",
 }
 _WORDS = ("compressor", "rounding")

@@ -17,7 +17,6 @@ from cgx_ops.errors import InvalidArgument, is_number, require_integer
 
 # The densities of the warm-up, each for a quarter of its steps, as in the paper.
 WARMUP = (0.25, 0.0625, 0.015625, 0.00390625)
-COMPRESSORS = ("topk", "threshold")
 _MOST_ON_GPUS = 8192  # largest bucket of the GPU kernels
 
 
@@ -87,10 +86,10 @@ def checked_config(config: Config) -> Config:
     Raises:
         InvalidArgument: It cannot, or a field duplicates an argument of the method.
     """
-    if config.compressor not in COMPRESSORS:
+    if config.compressor != "topk":
         raise InvalidArgument(
             f"compressor is {config.compressor!r}; Deep Gradient Compression sends the largest "
-            "values: it must be 'topk' or 'threshold'"
+            "values: it must be 'topk'"
         )
     if config.density is not None:
         raise InvalidArgument(
@@ -124,10 +123,10 @@ def is_sparse(layer: str, own: Config, numel: int) -> bool:
     """
     if own.bits == EXACT_BITS or numel < max(tables.SMALLEST_COMPRESSED, own.minimal_size):
         return False
-    if own.compressor not in COMPRESSORS:
+    if own.compressor != "topk":
         raise InvalidArgument(
             f"a rule gives layer '{layer}' compressor={own.compressor!r}; Deep Gradient "
-            "Compression supports 'topk', 'threshold', and bits=32 (exact)"
+            "Compression supports 'topk' and bits=32 (exact)"
         )
     return True
 
@@ -135,7 +134,7 @@ def is_sparse(layer: str, own: Config, numel: int) -> bool:
 def sparse_knobs(
     method: Method, own: Config, numel: int, step: int, *, gpu: bool
 ) -> dict[str, Any]:
-    """Return the fields of Config with which a sparse layer is sent.
+    """Return the fields of Config that a sparse layer is sent with, instead of its own.
 
     Args:
         method: The settings of all layers.
@@ -145,8 +144,6 @@ def sparse_knobs(
         gpu: Whether the layer is on a GPU, where selection works in smaller buckets.
     """
     return {
-        "compressor": own.compressor,
         "density": max(own.density or method.density, method.least_density(step)),
-        "value_bits": own.value_bits,
         "bucket_size": min(numel, _MOST_ON_GPUS) if gpu else numel,
     }

@@ -18,7 +18,7 @@ import cgx_ops
 from cgx_ops import Closed, Communicator, Config, DeadlineExceeded, InvalidArgument, Segment, Stats
 from cgx_ops._core import library, structs
 
-HEADER = 200  # docs/reference/control_messages.md, without name and payload
+HEADER = 208  # docs/reference/control_messages.md, without name and payload
 BUCKET = 4 + 4 + 512 * 4 // 8  # 4 bits: minimum, step, levels
 FOUR_BITS = Config(bits=4, bucket_size=512, algorithm="sra")
 COUNTS = ("collectives", "bytes_in", "bytes_plain", "bytes_sent")

@@ -23,7 +23,7 @@ from cgx_ops import Communicator, Config, MismatchError
 from cgx_ops._core import library, structs, tables
 from cgx_ops._core.call import Call
 
-HEADER = 200  # docs/reference/control_messages.md
+HEADER = 208  # docs/reference/control_messages.md
 
 
 def check_plan(comm: Communicator, picked: str) -> None:

@@ -21,7 +21,7 @@ from cgx_ops.torch.averaging.arithmetic import full_precision, use_on_this_strea
 from cgx_ops.torch.averaging.layers import Layer, segments_of
 from cgx_ops.torch.averaging.residuals import decayed, nothing
 from cgx_ops.torch.averaging.sent import Sent
-from cgx_ops.torch.averaging.state import AveragingState, for_any_message
+from cgx_ops.torch.averaging.state import AveragingState
 from cgx_ops.torch.graph.work import DTYPES, devices
 
 Carriers = Literal["native", "c10d"]
@@ -164,7 +164,7 @@ class Exchange(AveragingState):
             return Flight(tensors, future)
         rules = self.rules
         assert rules is not None
-        config = for_any_message(self.config, rules)
+        config = self.config
         found = [Layer(n, x.dim(), x.numel()) for n, x in zip(names, tensors, strict=True)]
         segments = segments_of(rules, found, starts[:-1], config)
         kept = self.residuals_of(self.caller, config, found, segments, tensors)

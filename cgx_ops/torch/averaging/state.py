@@ -33,10 +33,6 @@ _log = logging.getLogger(__name__)
 _GROUP = "group of rank"  # key of a group in checkpoints, with its lowest rank
 
 
-# Compressors whose messages cannot be cut into blocks; they use one_shot.
-_UNCUT = {row["name"] for row in tables.COMPRESSORS.values() if not row["fixed_length"]}
-
-
 class AveragingState:
     """The state to average the tensors of one model over the ranks, step by step.
 
@@ -392,17 +388,6 @@ def check_carrier(carrier: str, config: Config, *, chooses_bits: bool = False) -
 def by_hosts(config: Config) -> Config:
     """Return a config whose algorithm does not depend on the size of a message."""
     return replace(config, algorithm="by_hosts") if config.algorithm == "auto" else config
-
-
-def for_any_message(config: Config, rules: Rules) -> Config:
-    """Return a config with which a layer gets the same result in any message.
-
-    If one layer cannot be cut into blocks, its message cannot; then no message is.
-    """
-    used = {config.compressor} | rules.compressors
-    if config.algorithm == "by_hosts" and used & _UNCUT:
-        return replace(config, algorithm="one_shot")
-    return config
 
 
 def ranks_of(group: dist.ProcessGroup | None) -> list[int]:

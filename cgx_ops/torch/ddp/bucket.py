@@ -23,7 +23,7 @@ from cgx_ops.torch._compat.parallel import GradBucket
 from cgx_ops.torch.averaging.adaptation import Adaptation
 from cgx_ops.torch.averaging.layers import Layer, segments_of
 from cgx_ops.torch.averaging.residuals import decayed, nothing
-from cgx_ops.torch.averaging.state import by_hosts, for_any_message, ranks_of, rules_of
+from cgx_ops.torch.averaging.state import by_hosts, ranks_of, rules_of
 from cgx_ops.torch.backend import process_group
 from cgx_ops.torch.ddp import models
 from cgx_ops.torch.ddp.state import HookState
@@ -268,7 +268,7 @@ def layout_of(
     rules = rules_of(state)
     if rules:
         require_names(hook, info)
-    config = for_any_message(info.config, rules)
+    config = info.config
     segments = given = segments_of(rules, info.layers, info.offsets, config)
     if adaptation:
         adaptation.begin(state.communicator(), info.step, config, rules)

@@ -62,7 +62,7 @@ def compress(
     Args:
         model: a module that contains FSDPModules, or is one.
         gradients: settings of the gradients' reduce-scatter. None: exact. The fields algorithm,
-            gather_bits and intra_bits are ignored; compressor "threshold" is not supported.
+            gather_bits and intra_bits are ignored.
         weights: settings of the weights' all-gather, for example `WEIGHTS`. None: exact. Use
             rounding "shift" or "stochastic", because rounding to nearest biases training.
         rules: settings of parameters by name, for both directions. None: `Rules()`, which sends

@@ -113,7 +113,7 @@ def gradients_of(model: nn.Module) -> torch.Tensor:
 def outer_loops() -> None:
     """Fail before the message, and between it and the number of its senders."""
     for carrier in ("native", "c10d"):
-        for of, name in ((torch, "ne"), (exchange, "for_any_message")):
+        for of, name in ((torch, "ne"), (exchange, "segments_of")):
             model = network()
             gloo: Any = dist.new_group(backend="gloo") if carrier == "c10d" else None
             loop = sparse_loco(model, sync_every=1, process_group=gloo, carrier=carrier)

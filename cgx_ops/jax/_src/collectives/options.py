@@ -26,8 +26,6 @@ from cgx_ops.rules import Rules, require_rules
 
 Carrier = Literal["native", "xla"]
 
-_WHOLE = ("auto", "one_shot", "by_hosts")  # algorithms for encodings that cannot be split
-
 
 # ---- 1. options ----------------------------------------------------------------------------------
 
@@ -62,9 +60,7 @@ class Options:
             config = self.config
             if self.rules is not None:
                 config = self.rules.of(name_of_leaf(path), len(jax.numpy.shape(leaf)), config)
-            config = _rounded(config, self.key is not None)
-        _require_whole(self.caller, config, self.verb)
-        return config
+            return _rounded(config, self.key is not None)
 
     def of_tree(self, tree: Any) -> Any:
         """Return the Config of each leaf of a tree, as a tree like it."""
@@ -233,22 +229,6 @@ def refuse_on_gpus(function: str, configs: Iterable[Config]) -> None:
                 f"{function} with compressor={config.compressor!r} on GPUs: {why}. Use 'levels' or "
                 "another compressor that GPUs support, or reduce on CPU devices"
             )
-
-
-def can_be_cut(config: Config) -> bool:
-    """Return whether shards of a leaf can be sent separately. Otherwise one_shot sends it."""
-    return config.bits == EXACT_BITS or COMPRESSORS[config.compressor]["fixed_length"]
-
-
-def _require_whole(caller: str, config: Config, verb: Verb) -> None:
-    """Refuse to split an encoding that cannot be split."""
-    if not can_be_cut(config) and (verb != "allreduce" or config.algorithm not in _WHOLE):
-        raise ValueError(
-            f"{caller}: messages of compressor={config.compressor!r} cannot be split into shards, "
-            f"as {caller if verb != 'allreduce' else f'algorithm={config.algorithm!r}'} requires: "
-            "use psum_q, pmean_q or allreduce_q with algorithm 'auto' or 'one_shot', or "
-            "compressor 'topk'"
-        )
 
 
 def check_feedback(caller: str, config: Config) -> None:

@@ -41,8 +41,8 @@ def psum_scatter_q(
         scatter_dimension: The dimension of `x` that is split into one block per device. Default 0.
         tiled: False (default): the dimension must equal the number of devices, and is removed.
             True: it must be a multiple of it, and stays in the result, divided by it.
-        config: How values are sent, as in `psum_q`. "threshold" is not supported, because its
-            messages cannot be split. `algorithm`, `gather_bits` and `intra_bits` have no effect.
+        config: How values are sent, as in `psum_q`. `algorithm`, `gather_bits` and `intra_bits`
+            have no effect.
         key: A PRNG key for random rounding, another one in every step. None (default) rounds to
             nearest.
         name: Identifies the collective across processes, as in `psum_q`.

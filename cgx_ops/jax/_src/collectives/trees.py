@@ -2,8 +2,8 @@
 
 1. check the leaves
 2. assign a config (rules), a seed (key) and a residual to each leaf
-3. run one collective for each message (plans.py) and dtype; leaves with residuals, and leaves whose
-   encoding cannot be split, have separate messages
+3. run one collective for each message (plans.py) and dtype; leaves with residuals have a
+   separate message
 """
 
 import functools
@@ -19,7 +19,6 @@ from cgx_ops.config import Config
 from cgx_ops.jax._src.collectives.keys import CallSeeds
 from cgx_ops.jax._src.collectives.options import (
     Options,
-    can_be_cut,
     check_feedback,
     check_index_key,
     is_randk,
@@ -155,13 +154,13 @@ def reduce_tree(
         text = groups.call_text("allreduce", options.name, indices=indices)
         return CallSeeds(options.key, text, groups.axes)
 
-    messages: dict[tuple[int, Hashable, bool, bool], list[Leaf]] = {}
+    messages: dict[tuple[int, Hashable, bool], list[Leaf]] = {}
     sums: list[Any] = []
     for leaf in leaves:
         keeps = leaf.residual is not None
         if leaf.x.size > 0 and sends(groups, leaf.config):
             sums.append(None)
-            kind = message_of[leaf.place], leaf.x.dtype, can_be_cut(leaf.config), keeps
+            kind = message_of[leaf.place], leaf.x.dtype, keeps
             messages.setdefault(kind, []).append(leaf)
         else:
             sums.append(groups.alone(leaf.x if leaf.residual is None else leaf.x + leaf.residual))

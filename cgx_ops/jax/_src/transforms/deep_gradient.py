@@ -133,12 +133,11 @@ def deep_gradient(
             %, 6.25 %, 1.5625 % and 0.390625 %. The program has one branch per stage. Default 0.
         dense_axis: Axes over which gradients are averaged exactly first, such as the devices of a
             host. These devices share u and v. None (default): no such axes.
-        config: How sparse leaves are sent. None (default) means `Config(compressor="topk")`. The
-            compressor is "topk", or "threshold", which is faster and sends about as many values.
-            `value_bits` and `minimal_size` apply; buckets are whole leaves.
+        config: How sparse leaves are sent. None (default) means `Config(compressor="topk")`, the
+            only supported compressor. `value_bits` and `minimal_size` apply; buckets are whole
+            leaves.
         name: Identifies the collectives across processes, as in `psum_q`.
-        rules: Settings per leaf, by its path: `bits=32` (exact), `compressor`, `density` and
-            `value_bits`.
+        rules: Settings per leaf, by its path: `bits=32` (exact), `density` and `value_bits`.
         carrier: "native" (default) or "xla", as in `psum_q`.
         mesh: The mesh of the `shard_map`, as in `average_gradients`. If several processes have
             several devices each, `update` needs it as well.

@@ -36,13 +36,12 @@ class DeepGradientState(HookState):
             clipping.
         warmup_steps: number of first steps that send more: a quarter of them each with 25 %, 6.25
             %, 1.5625 % and 0.390625 %, but never less than `density`.
-        config: settings of the messages: a compressor "topk" or "threshold", value_bits,
-            minimal_size and algorithm. With "one_shot" every rank sends to every other rank. With
-            "hierarchical" the ranks of a host first add up their gradients exactly. "auto" and
-            "by_hosts" choose by the number of hosts. None: `Config(compressor="topk")`.
-        rules: settings of layers by name: bits=32 (exact), compressor, density and value_bits.
-            None: the rules of the process, which `cgx_ops.torch.exclude_layer` and similar
-            functions set.
+        config: settings of the messages: compressor "topk", value_bits, minimal_size and algorithm.
+            With "one_shot" every rank sends to every other rank. With "hierarchical" the ranks of a
+            host first add up their gradients exactly. "auto" and "by_hosts" choose by the number of
+            hosts. None: `Config(compressor="topk")`.
+        rules: settings of layers by name: bits=32 (exact), density and value_bits. None: the
+            rules of the process, which `cgx_ops.torch.exclude_layer` and similar functions set.
         carrier: "native" sends by cgx_ops' own transports, over a group of any backend. "c10d"
             sends by torch's collectives: CPU tensors by gloo, CUDA tensors by the process group,
             for example NCCL. With the same algorithm, both give the same bits.

@@ -16,7 +16,7 @@ from cgx_ops._core.tables import EXACT_BITS
 from cgx_ops.methods import low_rank
 from cgx_ops.torch._compat.parallel import GradBucket
 from cgx_ops.torch.averaging.layers import segments_of
-from cgx_ops.torch.averaging.state import for_any_message, rules_of
+from cgx_ops.torch.averaging.state import rules_of
 from cgx_ops.torch.ddp.bucket import BucketInfo
 from cgx_ops.torch.ddp.power_sgd.linear_algebra import Form
 from cgx_ops.torch.ddp.power_sgd.state import PowerSGDState, bucket_name
@@ -86,7 +86,7 @@ def _found(state: PowerSGDState, info: BucketInfo, follows_from: tuple[Any, ...]
     forms = [_one_matrix(state, info)] if batched else _matrices(state, info)
     factored = {i for form in forms for i in form.members}
     others = [i for i in range(len(sizes)) if i not in factored]
-    config, how = for_any_message(info.config, rules), low_rank.FACTORS[state.factor_bits]
+    config, how = info.config, low_rank.FACTORS[state.factor_bits]
     ps = [math.prod(form.p_shape) for form in forms]
     starts = _starts([*ps, *(sizes[i] for i in others)])
     config_of_factors, qs = config.with_own(**how), [math.prod(form.q_shape) for form in forms]
