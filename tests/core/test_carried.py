@@ -201,9 +201,8 @@ def check(cases: list[Case], size: int) -> None:
         if results != [of_rank[index][0] for of_rank in communicators]:
             wrong.append(f"{case}: not the communicators'")
         ranks = [Rank(case, rank, size) for rank in range(size)]
-        # Messages of variable length include 8 bytes with the length, random indices 8 with the
-        # seed.
-        told = 8 * (size - 1) * (case.compressor in ("threshold", "randk") and case.size >= 16)
+        # Messages with random indices include 8 bytes with the seed.
+        told = 8 * (size - 1) * (case.compressor == "randk" and case.size >= 16)
         sent = [
             sum(rank.scatter_bytes)
             - rank.scatter_bytes[rank.rank]

@@ -22,7 +22,7 @@ EXHAUSTIVE = pytest.mark.exhaustive
 @pytest.mark.parametrize("size", [3, *(pytest.param(n, marks=EXHAUSTIVE) for n in (1, 2, 4))])
 @pytest.mark.parametrize("binding", ["torch", "jax"])
 def test_threads(binding: str, size: int, algorithm: Any) -> None:
-    rows = [row for row in conservation.FED_BACK if conservation.served(binding, algorithm, row)]
+    rows = [row for row in conservation.FED_BACK if conservation.served(binding, row)]
     if binding == "jax":
         from support import jax_cases
 

@@ -228,7 +228,7 @@ def test_steps_of_a_carried_allreduce(fake: Callable[..., torch.Tensor]) -> None
 
 
 @pytest.mark.usefixtures("three_ranks")
-@pytest.mark.parametrize("compressor", ["threshold", "randk"])
+@pytest.mark.parametrize("compressor", ["randk"])
 def test_compressors_without_carried_steps(
     fake: Callable[..., torch.Tensor], compressor: str
 ) -> None:

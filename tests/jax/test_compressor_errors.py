@@ -15,6 +15,7 @@ from support.jax_cases import SRA, mesh_of, normal, on_mesh, use_cpu_devices, wi
 from support.jax_compressor_cases import CASES
 
 from cgx_ops import Communicator, Config, Rules
+from cgx_ops._core.tables import COMPRESSORS
 from cgx_ops.jax import (
     all_gather_q,
     allreduce_q,
@@ -141,27 +142,6 @@ def test_rules(rule: Any, said: str) -> None:
     trace(lambda v: psum_q({"w": v}, "d", rules=rules))
 
 
-def test_indivisible_messages() -> None:
-    algorithm: Any
-    for algorithm in ("sra", "ring", "hierarchical"):
-        with pytest.raises(ValueError, match=rf"'threshold' cannot be split.*'{algorithm}'"):
-            trace(
-                lambda v, a=algorithm: psum_q(
-                    v, "d", compressor="threshold", config=Config(algorithm=a)
-                )
-            )
-    for call in (psum_scatter_q, all_gather_q):
-        with pytest.raises(ValueError, match=rf"cannot be split.*{call.__name__} requires: use"):
-            trace(lambda v, c=call: c(v, "d", compressor="threshold"))
-    for algorithm in ("auto", "one_shot", "by_hosts"):
-        trace(
-            lambda v, a=algorithm: psum_q(
-                v, "d", compressor="threshold", config=Config(algorithm=a)
-            )
-        )
-    trace(lambda v: psum_q(v, "d", compressor="threshold", config=SRA, bits=32))
-
-
 @pytest.mark.parametrize(
     ("case", "said"),
     [
@@ -253,18 +233,18 @@ def test_mismatched_ranks(what: str) -> None:
     assert all(said in text for text in on_ranks(3, body))
 
 
-def test_gpus() -> None:
+@pytest.mark.parametrize("compressor", [n for n, row in COMPRESSORS.items() if row["device"]])
+def test_gpus(compressor: Any) -> None:
     """Check that the error for GPUs comes from the table of compressors, with the reason."""
-    program = on_mesh(
-        MESH, lambda v: psum_q(v, "d", compressor="threshold", config=Config(algorithm="one_shot"))
-    )
+    program = on_mesh(MESH, lambda v: psum_q(v, "d", compressor=compressor))
     traced = program.jitted.trace(jax.ShapeDtypeStruct((8, 600), jnp.float32))
-    said = re.escape("psum_q with compressor='threshold' on GPUs: it has CPU kernels only")
+    why = COMPRESSORS[compressor]["device"]
+    said = re.escape(f"psum_q with compressor={compressor!r} on GPUs: {why}")
     with pytest.raises(NotImplementedError, match=said):
         traced.lower(lowering_platforms=("cuda",))
     traced.lower(lowering_platforms=("cpu",))
     comm = Communicator.local(2)[0]
-    traced = jax.jit(lambda v: allreduce_q(v, comm, compressor="threshold")).trace(jnp.zeros(600))
-    said = "allreduce_q with compressor='threshold' on GPUs"
+    traced = jax.jit(lambda v: allreduce_q(v, comm, compressor=compressor)).trace(jnp.zeros(600))
+    said = f"allreduce_q with compressor={compressor!r} on GPUs"
     with pytest.raises(NotImplementedError, match=said):
         traced.lower(lowering_platforms=("cuda",))

@@ -36,7 +36,6 @@ from support.jax_cases import (
 from support.jax_compressor_cases import (
     AT,
     CASES,
-    CUT,
     KEPT,
     KEY,
     MESH,
@@ -102,14 +101,12 @@ def test_sums_and_means(dtype: Any, carrier: Any) -> None:
 @both_carriers
 @pytest.mark.parametrize("algorithm", ["one_shot", "sra"])
 def test_algorithms_with_residuals(algorithm: Any, carrier: Any) -> None:
-    names = [name for name in KEPT if algorithm == "one_shot" or name in CUT]
-
     def call(v: jax.Array, old: jax.Array, config: Config) -> Any:
         config = replace(config, algorithm=algorithm)
         return psum_q(v, "d", key=KEY, carrier=carrier, config=config, residual=old)
 
-    got = run(of_all(names, call), X, OLD)
-    for name in names:
+    got = run(of_all(KEPT, call), X, OLD)
+    for name in KEPT:
         residuals = OLD.copy()
         config = config_of(name, algorithm=algorithm)
         want = numpy_result("allreduce", X, config, residuals=list(residuals), at=AT)
@@ -118,7 +115,7 @@ def test_algorithms_with_residuals(algorithm: Any, carrier: Any) -> None:
 
 
 def test_without_a_key() -> None:
-    names = ["levels", "onebit", "half", "topk", "threshold"]
+    names = ["levels", "onebit", "half", "topk"]
     got = run(of_all(names, lambda v, **k: psum_q(v, "d", **k)), X)
     for name in names:
         want = numpy_result("allreduce", X, config_of(name, key=None), key=None, at=AT)
@@ -129,7 +126,7 @@ def test_without_a_key() -> None:
 def test_scatter_and_gather() -> None:
     """Compare with numpy's results in rank order, as blocks and as a whole."""
     blocks = normal(82, N, N, 700)
-    names = [name for name in CUT if "gather_bits" not in CASES[name]]
+    names = [name for name in CASES if "gather_bits" not in CASES[name]]
     got = run(of_all(names, lambda v, **k: psum_scatter_q(v, "d", key=KEY, **k)), blocks)
     for name in names:
         call = "reduce_scatter over d: "
@@ -201,22 +198,6 @@ def test_rule_overrides_exact_call() -> None:
         config = Config(algorithm="sra", rounding="nearest", **case)
         want = numpy_result("allreduce", x[name], config, key=None, at=AT)
         assert all(map(same_bits, sums[name], want)), name
-
-
-def test_indivisible_leaf_is_a_separate_message() -> None:
-    """Check that a leaf sent whole to every rank does not affect the others' message."""
-    x = {"a": X, "b": OLD, "c": X + OLD}
-    rules = Rules([("b", CASES["threshold"])], exact_vectors=False)
-    program = on_mesh(
-        MESH, lambda v: psum_q(v, "d", config=Config(algorithm="by_hosts"), rules=rules)
-    )
-    assert program.lower(x).as_text().count("stablehlo.custom_call @cgx_psum_q") == 2
-    sums = program(x)
-    threshold = config_of("threshold", key=None, algorithm="one_shot")
-    others = config_of("uniform", bits=4, key=None, algorithm="sra")
-    for name, config in (("a", others), ("b", threshold), ("c", others)):
-        want = numpy_result("allreduce", x[name], config, key=None, at=AT)
-        assert all(map(same_bits, np.asarray(sums[name]), want)), name
 
 
 @one_process
@@ -302,7 +283,6 @@ def test_conservation(ranks: int, carrier: Any, algorithm: Any) -> None:
     mesh = mesh_of((ranks,), ("d",), jax.devices()[:: 8 // ranks][:ranks])
     if not has_part_in(mesh):
         pytest.skip("other processes' devices")
-    names = KEPT if algorithm in ("auto", "one_shot") else [name for name in KEPT if name in CUT]
     x = normal(90, ranks, steps, numel)
 
     def body(rows: jax.Array, old: Any) -> Any:
@@ -310,7 +290,7 @@ def test_conservation(ranks: int, carrier: Any, algorithm: Any) -> None:
             row, number = given
             key = jax.random.fold_in(KEY, number)
             sums, new = {}, {}
-            for name in names:
+            for name in KEPT:
                 sums[name], new[name] = psum_q(
                     row, "d", key=key, residual=residuals[name], carrier=carrier,
                     config=Config(algorithm=algorithm, **CASES[name]),
@@ -321,9 +301,9 @@ def test_conservation(ranks: int, carrier: Any, algorithm: Any) -> None:
         return jax.tree.map(lambda y: y[None], (new, kept))
 
     mapped = jax.shard_map(body, mesh=mesh, in_specs=P("d"), out_specs=P("d"), check_vma=False)
-    zeros = {name: spread(mesh, np.zeros((ranks, numel), np.float32), P("d")) for name in names}
+    zeros = {name: spread(mesh, np.zeros((ranks, numel), np.float32), P("d")) for name in KEPT}
     last, (sums, residuals) = jax.jit(mapped, donate_argnums=1)(spread(mesh, x, P("d")), zeros)
-    for name in names:
+    for name in KEPT:
         assert zeros[name].is_deleted(), "it was not donated"
         found = (fetch(tree[name]) for tree in (last, sums, residuals))
         check_conservation(name, x, *(np.asarray(y, np.float64) for y in found))
@@ -331,7 +311,7 @@ def test_conservation(ranks: int, carrier: Any, algorithm: Any) -> None:
 
 # ---- 3. transformations, donation, export --------------------------------------------------------
 
-TRANSFORMED = ["topk", "levels", "sign", "ternary", "threshold"]
+TRANSFORMED = ["topk", "levels", "sign", "ternary"]
 transformed = pytest.mark.parametrize("name", TRANSFORMED)
 
 

@@ -166,8 +166,7 @@ def check_conservation(optimizer: Any, steps: int, devices: int = 4) -> None:
     "knobs",
     [
         {"config": Config(compressor="topk", value_bits=16)},
-        pytest.param({"compressor": "threshold"}, marks=slow),
-        pytest.param({"config": Config(compressor="threshold", value_bits=4)}, marks=slow),
+        pytest.param({"config": Config(compressor="topk", value_bits=4)}, marks=slow),
         pytest.param(
             {"carrier": "xla", "rules": Rules([("conv", {"density": 0.3})])},
             marks=slow,

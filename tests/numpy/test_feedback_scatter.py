@@ -17,7 +17,6 @@ import cgx_ops
 from cgx_ops import Communicator, Config, InvalidArgument, Segment
 
 BLOCK = 700
-SLICED = [config for config in FEEDBACK if config.compressor != "threshold"]
 
 
 def values(rank: int, step: int, size: int, dtype: Any = np.float32) -> npt.NDArray[Any]:
@@ -58,7 +57,7 @@ def test_residual_is_the_quantization_error(size: int) -> None:
             assert np.array_equal(residual[block, 650:660], old[block, 650:660])
 
 
-@pytest.mark.parametrize("config", SLICED, ids=name_of)
+@pytest.mark.parametrize("config", FEEDBACK, ids=name_of)
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("op", ["sum", "avg"])
 def test_conservation(op: Any, size: int, config: Config) -> None:

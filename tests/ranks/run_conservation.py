@@ -30,7 +30,7 @@ def main(folder: str, binding: str, algorithm: str) -> None:
         dist.init_process_group("gloo")
     found = {}
     for row, knobs in enumerate(conservation.FED_BACK):
-        if not conservation.served(binding, algorithm, knobs):
+        if not conservation.served(binding, knobs):
             continue
         config = Config(**{**knobs, "algorithm": algorithm})  # pyright: ignore[reportArgumentType]
         op = "avg" if row % 2 else "sum"

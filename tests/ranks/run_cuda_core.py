@@ -62,7 +62,6 @@ def served(case: Case) -> bool:
     whole = case.rotation is not None or case.compressor in ("topk", "randk")
     return (
         case.algorithm not in ("ring", "hierarchical")
-        and case.compressor != "threshold"
         and (not whole or case.bucket_size <= 8192)
         and (case.density or 0) <= 0.25
         and case.value_bits in (None, 16, 32)

@@ -479,9 +479,8 @@ def carried(r: int, n: int) -> None:
 def carried_refusals(r: int, n: int) -> None:
     own: Any = {"carrier": "c10d", "group_name": dist.new_group(backend="gloo").group_name}
     x = torch.ones(100, device="cuda")
-    for compressor in ("threshold", "randk"):
-        with pytest.raises(TypeError, match="is not supported on GPUs"):
-            allreduce(x, compressor=compressor, density=0.05, **own)
+    with pytest.raises(TypeError, match="is not supported on GPUs"):
+        allreduce(x, compressor="randk", density=0.05, **own)
     with pytest.raises(ValueError, match="tensors on cuda:0 and cpu"):
         tc.feedback(x, torch.zeros(100), 2, 64, **own)
 

@@ -110,7 +110,6 @@ def compressors(group: Group) -> None:
     for config in (
         Config(bits=2, compressor="levels", rotation=32, bucket_size=64, algorithm="sra"),
         Config(compressor="topk", density=0.1, bucket_size=64, algorithm="sra"),
-        Config(compressor="threshold"),
     ):
 
         def step(x: torch.Tensor) -> torch.Tensor:

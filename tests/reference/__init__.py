@@ -10,7 +10,7 @@ operation); the names follow the documents.
         scales         magnitudes and scales of a bucket
     buckets        records of buckets: uniform, levels, sign, onebit, ternary, qsgd
     rotation       Hadamard, before and after
-    sparse         topk, threshold, randk
+    sparse         topk, randk
     codec          quantize, dequantize, encoded_bytes
         segments       how each segment is sent, and who owns which part of it
         algorithms     who encodes which values, and the order of summation

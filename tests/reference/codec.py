@@ -18,7 +18,7 @@ from .settings import Compressor, Settings
 from .sparse import decode_sparse, encode_sparse, sparse_bytes
 from .values import BFLOAT16, FLOAT16, Float32s, RoundingMode, Values, round_to, widen
 
-SPARSE = ("topk", "threshold", "randk")
+SPARSE = ("topk", "randk")
 
 
 class Knobs(TypedDict, total=False):
@@ -85,17 +85,13 @@ def _split(numel: int, settings: Settings) -> tuple[int, int]:
 
 def _raw_tail(numel: int, settings: Settings) -> int:
     """Return the number of last elements that are sent exactly."""
-    if (
-        settings.skip_incomplete_buckets
-        and settings.grain > 1
-        and settings.compressor != "threshold"
-    ):
+    if settings.skip_incomplete_buckets and settings.grain > 1:
         return _split(numel, settings)[1]
     return 0
 
 
 def message_bytes(numel: int, settings: Settings) -> int:
-    """Return the bytes of a message; threshold has no fixed number."""
+    """Return the bytes of a message."""
     if settings.exact:
         return numel * settings.dtype.itemsize
     if raw := _raw_tail(numel, settings):

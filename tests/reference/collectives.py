@@ -80,7 +80,6 @@ def allreduce(
     host; None: all ranks share one. Elements outside all segments are 0 in the result.
     """
     dtype = inputs[0].dtype
-    uncut = any(s.compressor == "threshold" and not is_exact(s, minimal_size) for s in segments)
     if algorithm == "auto":
         algorithm = pick(
             segments,
@@ -89,11 +88,8 @@ def allreduce(
             skip_incomplete_buckets=skip_incomplete_buckets,
             hosts=hosts,
         )
-    if algorithm == "by_hosts" and uncut:
-        algorithm = "one_shot"
     if algorithm in ("hierarchical", "by_hosts"):
         algorithm = "hierarchical" if is_nested(hosts) else "sra"
-    assert algorithm == "one_shot" or not uncut, "threshold cannot be cut"
     out = np.zeros(inputs[0].shape, dtype)
     for number, segment in enumerate(segments):
         at = slice(segment.offset, segment.offset + segment.numel)

@@ -128,8 +128,6 @@ def pick(
         )
         if is_exact(segment, minimal_size):
             settings = replace(settings, bits=EXACT_BITS)
-        elif segment.compressor == "threshold":
-            return "one_shot"  # it cannot be split
         total += message_bytes(segment.numel, settings)
     if total <= EAGER_BYTES:
         return "one_shot"

@@ -10,8 +10,8 @@ import numpy as np
 from .values import EXACT_BITS, FLOAT32, RoundingMode
 
 Compressor = Literal[
-    "uniform", "levels", "sign", "onebit", "ternary", "qsgd", "half", "topk", "threshold",
-    "randk",
+    "uniform", "levels", "sign", "onebit", "ternary", "qsgd", "half", "topk", "randk",
+    "entropy", "lossless",
 ]  # fmt: skip
 # Compressors with one rounding; "uniform" and "half" support several.
 _ALWAYS: dict[Compressor, RoundingMode] = {
@@ -21,7 +21,6 @@ _ALWAYS: dict[Compressor, RoundingMode] = {
     "ternary": "stochastic",
     "qsgd": "stochastic",
     "topk": "nearest",
-    "threshold": "nearest",
     "randk": "nearest",
 }
 # Bits of their codes. "uniform", "levels" and "qsgd" use those of the call.
@@ -68,6 +67,6 @@ class Settings:
         return 1 if self.exact or self.compressor == "half" else self.bucket_size
 
     def share(self, numel: int) -> int:
-        """Return how many of `numel` > 0 values a sparse compressor sends, or aims at."""
+        """Return how many of `numel` > 0 values a sparse compressor sends."""
         billionths = round(self.density * 10**9)
         return max(1, -(-billionths * numel // 10**9))

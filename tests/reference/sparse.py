@@ -1,4 +1,4 @@
-"""Sparse values: topk, threshold, randk.
+"""Sparse values: topk, randk.
 
 1. indices: their selection and encoding
 2. the selected values
@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -47,29 +46,6 @@ def drawn(numel: int, k: int, index: int, seed: int) -> Indices:
         place = int(words[i]) * (j + 1) >> 32
         taken.add(j if place in taken else place)
     return np.array(sorted(taken), np.int64)
-
-
-def above(x: Float32s, settings: Settings) -> Indices:
-    """Return the indices of magnitudes above a threshold estimated from a sample."""
-    numel, wanted = len(x), settings.share(len(x))
-    most = min(max(int(1.3 * wanted), 1), numel)
-    sample = x[min(100, numel) // 2 :: 100]
-    chosen = np.abs(sample[largest(sample, settings.share(len(sample)))])
-    threshold = np.float32(chosen[0])
-    for magnitude in chosen:
-        threshold = min(threshold, magnitude)  # a NaN in front stays
-    with np.errstate(all="ignore"):
-        for _ in range(10):
-            count = np.count_nonzero(~(np.abs(x) < threshold))
-            if count > most:
-                threshold *= np.float32(1.3)
-            elif count < 0.8 * wanted:
-                threshold *= np.float32(0.8)
-            else:
-                break
-    indices = np.flatnonzero(~(np.abs(x) < threshold))
-    count = min(max(len(indices), math.ceil(0.8 * wanted)), most)
-    return indices if len(indices) == count else largest(x, count)
 
 
 def _low_bits(numel: int, count: int) -> int:
@@ -150,15 +126,14 @@ def unpack_values(data: bytes, count: int, settings: Settings) -> Float32s:
 
 
 def _buckets(numel: int, settings: Settings) -> Iterator[tuple[int, int, int]]:
-    """Yield first, elements and selected ones of each bucket; threshold has one bucket for all."""
-    size = max(1, numel) if settings.compressor == "threshold" else settings.bucket_size
-    for first in range(0, numel, size):
-        count = min(size, numel - first)
+    """Yield first, elements and selected ones of each bucket."""
+    for first in range(0, numel, settings.bucket_size):
+        count = min(settings.bucket_size, numel - first)
         yield first, count, settings.share(count)
 
 
 def sparse_bytes(numel: int, settings: Settings) -> int:
-    """Return the bytes of a message; threshold has no fixed number."""
+    """Return the bytes of a message."""
     return sum(
         value_bytes(k, settings) + (indices_bytes(count, k) if settings.compressor == "topk" else 0)
         for _, count, k in _buckets(numel, settings)
@@ -173,12 +148,9 @@ def encode_sparse(x: Float32s, settings: Settings, first_index: int, seed: int) 
             indices = drawn(count, k, first_index + first, seed)
             if not np.isfinite(values).all():
                 values = np.full(count, NAN)
-        elif settings.compressor == "topk":
+        else:
             indices = largest(values, k)
             message += pack_indices(indices, count)
-        else:
-            indices = above(values, settings)
-            message += len(indices).to_bytes(8, "little") + pack_indices(indices, count)
         message += pack_values(values[indices], settings)
     return message
 
@@ -193,8 +165,7 @@ def decode_sparse(
         at += length
         return message[at - length : at]
 
-    for first, count, share in _buckets(numel, settings):
-        k = share if settings.compressor != "threshold" else int.from_bytes(take(8), "little")
+    for first, count, k in _buckets(numel, settings):
         if settings.compressor == "randk":
             indices = drawn(count, k, first_index + first, seed)
         else:

@@ -186,7 +186,6 @@ def of_compressors() -> Iterator[dict[str, Any]]:
     )
     for density, value_bits in ((None, None), (0.05, 16), (0.1, 1), (0.3, 4), (1.0, 2), (0.001, 8)):
         yield {"compressor": "topk", "density": density, "value_bits": value_bits}
-        yield {"compressor": "threshold", "density": density, "value_bits": value_bits}
     yield from ({"compressor": "randk", "density": density} for density in (None, 0.2, 1.0))
     rotated: tuple[tuple[Compressor, int], ...] = (("levels", 2), ("uniform", 3), ("onebit", 4))
     for (name, bits), rotation in zip(rotated, (32, 2, 256), strict=True):
@@ -243,8 +242,6 @@ def _hierarchical() -> list[Case]:
         ]
     dtypes = itertools.cycle(_DTYPES_IN_TURN)
     for row in of_compressors():
-        if row["compressor"] == "threshold":
-            continue
         row |= {"algorithm": "hierarchical", "bucket_size": 64}
         cases += [Case(2003, dtype=next(dtypes), op=op, **row) for op in ("sum", "avg")]
         cases += [Case(1000, dtype=next(dtypes), special=each, **row) for each in ("nan", "zeros")]
@@ -265,8 +262,7 @@ def _compressors() -> list[Case]:
     sizes = ((0, 512), (15, 16), (513, 512), (5003, 100), (4000, 8192))
     specials = ("nan", "inf", "huge", "tiny", "zeros", "constant")
     for row in of_compressors():
-        cut = row["compressor"] != "threshold"
-        algorithms: tuple[Algorithm, ...] = ("one_shot", "sra", "ring") if cut else ("one_shot",)
+        algorithms: tuple[Algorithm, ...] = ("one_shot", "sra", "ring")
         for algorithm in algorithms:
             for (size, bucket_size), op in itertools.product(sizes, ("sum", "avg")):
                 add(size, bucket_size, op=op, algorithm=algorithm, **row)
@@ -276,7 +272,7 @@ def _compressors() -> list[Case]:
                 add(1000, 96, algorithm=algorithm, skip_incomplete_buckets=True, **row)
         add(40_000, 512, **row)
         add(1, 512, algorithm="one_shot", **row)
-        verbs = ("reduce_scatter", "all_gather") if cut else ()
+        verbs = ("reduce_scatter", "all_gather")
         for verb, op, special in itertools.product(verbs, ("sum", "avg"), ("", "zeros")):
             add(1234, 100, verb=verb, op=op, special=special, **row)
     gathered: tuple[tuple[Compressor, int, int], ...] = (

@@ -33,7 +33,6 @@ FED_BACK: list[dict[str, Any]] = [
     *({"compressor": "half", "rounding": rounding} for rounding in ("nearest", "stochastic")),
     *({"compressor": "topk", "density": 0.05, "value_bits": bits} for bits in (32, 16, 4, 1)),
     {"compressor": "topk", "bucket_size": 5000},
-    *({"compressor": "threshold", "density": 0.05, "value_bits": bits} for bits in (32, 8)),
     {"compressor": "randk", "density": 0.2},
     *({"compressor": "levels", "bits": 2, "rotation": size} for size in (4, 32)),
     {"compressor": "onebit", "skip_incomplete_buckets": True},
@@ -46,10 +45,9 @@ def values(rank: int, step: int, numel: int) -> Values:
     return random.standard_normal(numel).astype(np.float32)
 
 
-def served(binding: str, algorithm: str, knobs: dict[str, Any]) -> bool:
-    """Exclude `threshold` in parts, and `shift` in JAX, where a key selects the rounding."""
-    uncut = knobs.get("compressor") == "threshold" and algorithm != "one_shot"
-    return not uncut and not (binding == "jax" and knobs.get("rounding") == "shift")
+def served(binding: str, knobs: dict[str, Any]) -> bool:
+    """Exclude `shift` in JAX, where a key selects the rounding."""
+    return not (binding == "jax" and knobs.get("rounding") == "shift")
 
 
 # ---- the bindings --------------------------------------------------------------------------------

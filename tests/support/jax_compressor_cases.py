@@ -46,12 +46,10 @@ CASES: dict[str, dict[str, Any]] = {
     "half": {"compressor": "half"},
     "topk": {"compressor": "topk", "density": 0.05},
     "topk of codes": {"compressor": "topk", "density": 0.05, "value_bits": 4},
-    "threshold": {"compressor": "threshold", "density": 0.05},
     "randk": {"compressor": "randk", "density": 0.05},
 }
 # Compressors for which error feedback converges.
 KEPT = [name for name in CASES if name not in ("sign", "ternary", "qsgd")]
-CUT = [name for name in CASES if name != "threshold"]
 
 
 def run(body: Callable[..., Any], *operands: Any, mesh: Any = MESH) -> Any:

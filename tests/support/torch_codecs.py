@@ -17,7 +17,6 @@ _SETTINGS: tuple[dict[str, Any], ...] = (
     {"compressor": "half"},
     {"compressor": "topk", "density": 0.1},
     {"compressor": "topk", "density": 1 / 3, "value_bits": 8},
-    {"compressor": "threshold", "density": 0.05, "algorithm": "one_shot"},  # it cannot be split
     {"compressor": "randk", "density": 0.25},
 )
 CONFIGS = tuple(Config(**{"bucket_size": 64, "algorithm": "sra", **own}) for own in _SETTINGS)

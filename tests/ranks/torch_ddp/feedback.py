@@ -42,7 +42,6 @@ from .steps import train
 LEVELS = Config(bits=1, compressor="levels", bucket_size=64)
 TOPK = Config(compressor="topk", density=0.1, bucket_size=256)
 UNIFORM = Config(bits=2, bucket_size=64, error_feedback=True)
-THRESHOLD = Config(compressor="threshold", density=0.1)
 
 # ---- values --------------------------------------------------------------------------------------
 
@@ -79,7 +78,7 @@ def feedback_by_layer() -> None:
         {"bucket_cap_mb": 0.001},
         {"bucket_cap_mb": 0.001, **carried},
     ]
-    for config in (LEVELS, TOPK, UNIFORM, THRESHOLD):
+    for config in (LEVELS, TOPK, UNIFORM):
         for mode in modes:
             buckets: list[tuple[int, list[int]]] = []
 
@@ -90,7 +89,7 @@ def feedback_by_layer() -> None:
                 return ddp.quantized_allreduce_hook(state, bucket)
 
             model, state = hooked(network(), config, hook, **mode)
-            own = replace(config, algorithm="one_shot" if config is THRESHOLD else "by_hosts")
+            own = replace(config, algorithm="by_hosts")
             residuals = zeros_for(local_gradients(RANK, spare=True))
             group: Any = mode.get("process_group") or dist.group.WORLD
             for step in range(4):

@@ -11,7 +11,7 @@ from torch_training import RANK, SIZE, batch, gathered, identical_on_all_ranks, 
 
 from cgx_ops import Config
 
-from .common import MATRICES, Followed, hooked
+from .common import MATRICES, Followed
 
 RATE = 0.02
 
@@ -79,9 +79,8 @@ def conservation() -> None:
     """
     variants: list[dict[str, Any]] = [
         {"config": Config(compressor="topk")},
-        {"config": Config(compressor="threshold")},
         {"config": Config(compressor="topk", value_bits=16)},
-        {"config": Config(compressor="threshold", value_bits=4)},
+        {"config": Config(compressor="topk", value_bits=4)},
         {"warmup_steps": 4},
     ]
     for options in variants:
@@ -136,18 +135,5 @@ def not_finite() -> None:
             assert all(x.isfinite().all() for each in kept for x in each.tensors.values())
 
 
-def threshold() -> None:
-    """Check that `threshold` sends about as many values as `topk`."""
-    model, state = hooked(config=Config(compressor="threshold"), momentum=0.0)
-    for step in range(3):
-        model.zero_grad()
-        loss_of(model, batch(RANK, step)).backward()
-        if SIZE > 1:
-            for name in sorted(MATRICES):
-                v = state.residuals.tensors[name]
-                sent, wanted = int((v == 0).sum()), 0.05 * v.numel()
-                assert 1 <= sent <= 1.3 * wanted + 1, (name, sent)
-
-
 CHECKS = [default_method, not_finite]
-CHECKS += [all_options, half_precision_gradients, conservation, zeros, threshold]
+CHECKS += [all_options, half_precision_gradients, conservation, zeros]
