@@ -123,7 +123,6 @@ std::vector<Setting> settings() {
                    cgx::join("bucket_size=4096 compressor='", name, "' density=0.01")});
   all.push_back({"topk,density=0.01 8 nearest",
                  "bucket_size=4096 compressor='topk' density=0.01 value_bits=8"});
-  all.push_back({"threshold,density=0.01 32 nearest", "compressor='threshold' density=0.01"});
   return all;
 }
 

@@ -68,7 +68,6 @@ CODECS: dict[str, Config] = {
     "topk 1 %, 16-bit values": topk(0.01, value_bits=16),
     "topk 1 %, 4-bit values": topk(0.01, value_bits=4),
     "topk 64 of 4096": topk(64 / 4096),
-    "threshold 1 %": Config(compressor="threshold", density=0.01),
     "randk 1 %": Config(compressor="randk", density=0.01, bucket_size=4096),
 }
 

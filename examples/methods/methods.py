@@ -222,7 +222,6 @@ METHODS: dict[str, Method] = {
     "ternary": codec(Config(compressor="ternary", clip=True)),
     "qsgd, 4 bits": codec(Config(4, compressor="qsgd")),
     "topk 1 %": chosen("topk", 0.01),
-    "threshold 1 %": chosen("threshold", 0.01),
     "randk 10 %": chosen("randk", 0.1),
     "PowerSGD": Method(power_sgd),
     "DGC 1 %": deep_gradient(0.01),
