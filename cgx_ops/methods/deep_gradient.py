@@ -134,7 +134,7 @@ def is_sparse(layer: str, own: Config, numel: int) -> bool:
 def sparse_knobs(
     method: Method, own: Config, numel: int, step: int, *, gpu: bool
 ) -> dict[str, Any]:
-    """Return the fields of Config that a sparse layer is sent with, instead of its own.
+    """Return the fields of Config that the method sets for a sparse layer.
 
     Args:
         method: The settings of all layers.
