@@ -1,7 +1,7 @@
 """A new codec needs one file and one table row (tests/cpp/pairs_codec.h) to work in every API.
 
 The test uses a copy of the package with a libcgx.so built with that row. The codec's messages have
-variable lengths and cannot be split, unlike those of other codecs.
+variable lengths.
 """
 
 import os

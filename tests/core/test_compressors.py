@@ -201,6 +201,10 @@ def test_all_nan_are_equal(dtype: str) -> None:
             ({"compressor": "topk", "density": bad}, "Config.density is .*; it must be None")
             for bad in (0, 0.0, -1, 1.5, math.nan, math.inf, "x")
         ),
+        *(
+            ({"rate": bad}, "Config.rate is .*; it must be None")
+            for bad in (0, 0.249, 8.001, -1, math.nan, math.inf, "x")
+        ),
         ({"compressor": "zip"}, "Config.compressor is 'zip'; it must be one of 'uniform', "),
         *(
             ({"compressor": name, "rounding": rounding}, f"rounding is '{rounding}'.*'{name}' s")

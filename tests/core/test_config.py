@@ -28,6 +28,7 @@ def test_defaults() -> None:
         "density": None,
         "value_bits": None,
         "rotation": None,
+        "rate": None,
         "clip": False,
         "error_feedback": None,
         "residual_decay": 1.0,
@@ -164,7 +165,7 @@ def test_text() -> None:
     assert str(config) == (
         "bits=3 bucket_size=64 rounding='shift' algorithm='sra' gather_bits=8 intra_bits=None "
         "skip_incomplete_buckets=True minimal_size=100 compressor='uniform' density=None "
-        "value_bits=None rotation=None clip=False error_feedback=True residual_decay=1.0"
+        "value_bits=None rotation=None rate=None clip=False error_feedback=True residual_decay=1.0"
     )
     native = config.native
     values = {name: getattr(native, name) for name in fields()}
@@ -181,6 +182,7 @@ def test_text() -> None:
         "density": 0,
         "value_bits": 0,
         "rotation": 0,
+        "rate": 0,
         "clip": 0,
         "error_feedback": 2,
         "residual_decay": 0,
