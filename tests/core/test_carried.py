@@ -325,7 +325,7 @@ BAD_CALLS: dict[str, tuple[Callable[..., None], dict[str, Any], dict[str, Any], 
     "no GPU codec": (
         _plan,
         {},
-        {"device": 1, "compressor": 9, "density": 10**7, "rounding": 3},
+        {"device": 1, "compressor": 8, "density": 10**7, "rounding": 3},
         Unsupported,
         "compressor='randk' is not supported on GPUs if the caller sends the messages",
     ),

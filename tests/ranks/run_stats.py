@@ -23,6 +23,6 @@ for stats, calls in ((everything["world"], 3), (everything["pair"], 1)):
     assert stats.bytes_in == stats.bytes_plain == calls * values.nbytes
     assert 0 < stats.compute_seconds < stats.agree_seconds + stats.move_seconds
 # 100 buckets of 264 bytes and a header; the world also carried the messages that set up the pair.
-assert everything["pair"].bytes_sent == 100 * 264 + 200
+assert everything["pair"].bytes_sent == 100 * 264 + 208
 assert everything["world"].bytes_sent > 3 * everything["pair"].bytes_sent
 print(everything["world"])
