@@ -485,7 +485,8 @@ typedef struct cgx_plan_t {
   size_t struct_size;
   int32_t algorithm; /**< A cgx_algorithm_t, with CGX_AUTO resolved. */
   int32_t reserved;
-  int64_t payload_bytes; /**< Encoded bytes that this rank sends to all peers together. */
+  int64_t payload_bytes; /**< Encoded bytes that this rank sends to all peers together; the bound if
+                              the size depends on the values (CGX_ENTROPY, CGX_LOSSLESS). */
   int64_t exact_bytes;   /**< The same without compression. */
 } cgx_plan_t;
 
