@@ -1,5 +1,5 @@
 // Decodes messages and sums them in rank order. Works on blocks that fit the L1 cache, so that
-// values pass through memory once. If a codec cannot encode in parts, the whole piece is one block.
+// values pass through memory once. If a codec has no fixed length, the whole piece is one block.
 #pragma once
 
 #include <functional>
