@@ -77,8 +77,7 @@ int64_t payload_bytes(const Plan& plan);
 // Sets the fields that depend on the ranks' hosts:
 //
 // - The algorithm. Resolves `auto` from the encoded size and the hosts. Replaces hierarchical by
-// sra
-//   if there is only one level.
+//   sra if there is only one level.
 // - The dtype of partial sums. Uncompressed ones are sent in fp32 whatever the tensor's dtype: fp16
 //   could overflow although the result, such as an average, does not. Vote counts are sent
 //   uncompressed.

@@ -5,12 +5,10 @@
 // Values that begin at a multiple of grain() are encoded independently, so they can be cut into
 // shards and messages there.
 //
-//   Codec              The length depends on the values: encode() returns it, and decode()
-//   validates
-//                      it. A call encodes at most grain() values, which are a message of their own.
-//   FixedLengthCodec   The length depends on the number of values only. A call encodes any number
-//   of
-//                      grains, and the bytes of a grain begin at offset(first).
+// - Codec: the length depends on the values. encode() returns it, and decode() validates it. A call
+//   encodes at most grain() values, which are a message of their own.
+// - FixedLengthCodec: the length depends on the number of values only. A call encodes any number of
+//   grains, and the bytes of a grain begin at offset(first).
 //
 // Sums are fp32 and are computed by the algorithm. So encode() accepts fp32 whatever the tensor's
 // dtype.
