@@ -13,6 +13,7 @@
 
 #include "base/types.h"
 #include "kernel/bucket_format.h"
+#include "kernel/rans.h"
 
 namespace cgx {
 
@@ -85,6 +86,18 @@ struct Kernels {
   // A Hadamard transform with signs, of blocks of `size` values of one bucket; and its inverse.
   void (*rotate)(float* values, int64_t numel, int size);
   void (*rotate_back)(float* values, int64_t numel, int size);
+
+  // Counts each of the 256 symbols.
+  void (*count_symbols)(const uint8_t* symbols, int64_t numel, uint32_t* counts);
+  // Writes a stream of symbols and returns its size, at most most_rans_bytes(numel, lanes), which
+  // `bytes` has room for. `lanes`: a power of two, at most kMostRansLanes. `frequencies`: 256,
+  // whose sum is kFrequencySum; that of each symbol in the input is not 0.
+  int64_t (*rans_encode)(const uint8_t* symbols, int64_t numel, int lanes,
+                         const uint16_t* frequencies, std::byte* bytes);
+  // Returns false if the `size` bytes are not a stream of `numel` symbols. Then the symbols are
+  // undefined. Reads only these bytes, whatever they are.
+  bool (*rans_decode)(const std::byte* bytes, int64_t size, int64_t numel, int lanes,
+                      const uint16_t* frequencies, uint8_t* symbols);
 };
 
 // Returns the selected target. Throws Error(CGX_INVALID_ARGUMENT) if CGX_CPU_TARGET is unknown or

@@ -14,6 +14,7 @@
 #include "kernel/cpu/exact-inl.h"
 #include "kernel/cpu/half-inl.h"
 #include "kernel/cpu/measure-inl.h"
+#include "kernel/cpu/rans-inl.h"
 #include "kernel/cpu/rotate-inl.h"
 #include "kernel/cpu/select-inl.h"
 #include "kernel/cpu/targets.h"
@@ -43,7 +44,10 @@ constexpr Kernels table(const char* name, const char* description) {
           .indices_from = indices_from,
           .select_largest = select_largest,
           .rotate = rotate,
-          .rotate_back = rotate_back};
+          .rotate_back = rotate_back,
+          .count_symbols = count_symbols,
+          .rans_encode = rans_encode,
+          .rans_decode = rans_decode};
 }
 
 }  // namespace
