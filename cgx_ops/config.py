@@ -154,7 +154,8 @@ class Config:
             if self.bits == EXACT_BITS:
                 del left["bits"]
             own = {**left, **own}
-        if own.get("bits") == EXACT_BITS:
+        lossless = COMPRESSORS[own.get("compressor", self.compressor)]["exact"]
+        if own.get("bits") == EXACT_BITS or ("compressor" in own and lossless):
             own["error_feedback"] = None  # exact values have no error
         return replace(self, **own) if own else self
 

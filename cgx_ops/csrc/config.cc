@@ -297,9 +297,12 @@ cgx_config_t override_config(const cgx_config_t& config, std::string_view text) 
   }
   for (const auto& [field, number] : given) {
     own.*field->value = number;
-    // Uncompressed calls have no quantization error.
-    if (field->value == &cgx_config_t::bits && number == kExactBits)
-      own.error_feedback = CGX_FEEDBACK_IF_BIASED;
+    // Exact values have no quantization error.
+    const bool exact =
+        field->value == &cgx_config_t::bits
+            ? number == kExactBits
+            : field->value == &cgx_config_t::compressor && compressor_entry(number).exact;
+    if (exact) own.error_feedback = CGX_FEEDBACK_IF_BIASED;
   }
   return checked(own);
 }

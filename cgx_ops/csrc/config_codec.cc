@@ -115,9 +115,11 @@ void check_compressor(const cgx_config_t& config) {
 }
 
 void require_feedback(const cgx_config_t& config) {
-  require(config.bits != kExactBits, CGX_INVALID_ARGUMENT,
-          "error feedback with bits=32: there is no quantization error; leave it out, or use fewer "
-          "bits");
+  const bool lossless = compressor_entry(config.compressor).exact;
+  require(config.bits != kExactBits && !lossless, CGX_INVALID_ARGUMENT, "error feedback with ",
+          lossless ? "compressor='lossless'" : "bits=32",
+          ": there is no quantization error; leave it out, or use ",
+          lossless ? "another compressor" : "fewer bits");
   check_feedback(settings_per_stage(config, settings_of(config, Dtype::kFloat32)).each);
 }
 
@@ -139,7 +141,8 @@ std::string describe_compressors() {
                       return config_name(field_of("rounding"), static_cast<int64_t>(mode));
                     }),
              "], \"knobs\": [", quoted(entry.knobs, [](std::string_view name) { return name; }),
-             "], \"biased\": ", entry.biased ? "true" : "false", ", \"device\": \"", entry.why_not,
+             "], \"exact\": ", entry.exact ? "true" : "false",
+             ", \"biased\": ", entry.biased ? "true" : "false", ", \"device\": \"", entry.why_not,
              "\"}");
   }
   return "[" + rows + "]";

@@ -224,7 +224,7 @@ Plan make_plan(const cgx_collective_t& call, int rank, int size, BuffersUsed use
     if (config.compressor == CGX_RANDK) codec.seed = segment.seed;
     segment.codecs = settings_per_stage(config, codec);
     if (segment.residual) check_feedback(segment.codecs.each);
-    compressed |= given.bits != kExactBits;
+    compressed |= given.bits != kExactBits && !compressor_entry(config.compressor).exact;
     end = std::max(end, given.offset + given.numel);
     plan.segments.push_back(segment);
   }

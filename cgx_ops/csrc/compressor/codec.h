@@ -142,6 +142,8 @@ struct CodecEntry {
   int lowest_bits = 0, highest_bits = 0;
   std::vector<RoundingMode> roundings = {RoundingMode::kNearest};
   std::vector<std::string_view> knobs = {};
+  // Decoded values are those that were encoded.
+  bool exact = false;
   // Nearest rounding is biased, so training needs error feedback.
   bool biased = false;
   // Returns why error feedback does not converge with these settings, or "". Null: it converges.

@@ -8,6 +8,7 @@
 #include "compressor/around.h"
 #include "compressor/bucketed.h"
 #include "compressor/codec.h"
+#include "compressor/lossless.h"
 #include "compressor/plain.h"
 #include "compressor/sparse.h"
 
@@ -160,6 +161,13 @@ std::vector<CodecEntry>& table() {
        .device_coding = sparse_coding,
        .knobs = {"density"},
        .biased = true},
+      {.name = "lossless",
+       .description = "exact values; their exponents are entropy-coded",
+       .fixed_length = false,
+       .serves = is<CGX_LOSSLESS>,
+       .make = make_lossless,
+       .why_not = kNotOnDevices,
+       .exact = true},
   };
   return table;
 }

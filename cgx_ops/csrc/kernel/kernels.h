@@ -87,6 +87,12 @@ struct Kernels {
   void (*rotate)(float* values, int64_t numel, int size);
   void (*rotate_back)(float* values, int64_t numel, int size);
 
+  // Splits values of `width` bytes (2 or 4) into as many planes of bytes, and joins them. A value
+  // is rotated left by one bit, so that its sign becomes the lowest bit. Plane p has byte p of each
+  // value, from the highest on: plane 0 of fp32 and bf16 is the exponent.
+  void (*split_planes)(int64_t width, const void* values, int64_t numel, uint8_t* const* planes);
+  void (*join_planes)(int64_t width, const uint8_t* const* planes, int64_t numel, void* values);
+
   // Counts each of the 256 symbols.
   void (*count_symbols)(const uint8_t* symbols, int64_t numel, uint32_t* counts);
   // Writes a stream of symbols and returns its size, at most most_rans_bytes(numel, lanes), which

@@ -120,10 +120,10 @@ CGX_API const char* cgx_compressor_name(int64_t compressor);
 /** Return the compressors, in the order of cgx_compressor_t, as a JSON list.
  *
  * Each row has "name", "description", "fixed_length" (whether the encoded size depends on the
- * number of values only), "bits"
- * ([lowest, highest]; [0, 0] if the width is fixed), "roundings" (names, the default first),
- * "knobs" (the optional config fields that it uses), "biased" (whether nearest rounding biases the
- * result) and "device" ("" if GPUs support it, else the reason why not).
+ * number of values only), "bits" ([lowest, highest]; [0, 0] if the width is fixed), "roundings"
+ * (names, the default first), "knobs" (the optional config fields that it uses), "exact" (whether
+ * values are sent exactly), "biased" (whether nearest rounding biases the result) and "device" (""
+ * if GPUs support it, else the reason why not).
  *
  * @return A static string. */
 CGX_API const char* cgx_compressors(void);

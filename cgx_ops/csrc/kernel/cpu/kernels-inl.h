@@ -14,6 +14,7 @@
 #include "kernel/cpu/exact-inl.h"
 #include "kernel/cpu/half-inl.h"
 #include "kernel/cpu/measure-inl.h"
+#include "kernel/cpu/planes-inl.h"
 #include "kernel/cpu/rans-inl.h"
 #include "kernel/cpu/rotate-inl.h"
 #include "kernel/cpu/select-inl.h"
@@ -45,6 +46,8 @@ constexpr Kernels table(const char* name, const char* description) {
           .select_largest = select_largest,
           .rotate = rotate,
           .rotate_back = rotate_back,
+          .split_planes = split_planes,
+          .join_planes = join_planes,
           .count_symbols = count_symbols,
           .rans_encode = rans_encode,
           .rans_decode = rans_decode};
