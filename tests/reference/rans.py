@@ -96,6 +96,37 @@ def write_frequencies(frequencies: Ints) -> bytes:
     return number.to_bytes((filled + 7) // 8, "little")
 
 
+def read_frequencies(data: bytes) -> tuple[Ints, int]:
+    """Return the frequencies at the beginning of valid bytes, and the number of their bytes."""
+    number, at = int.from_bytes(data, "little"), 0
+
+    def take(bits: int) -> int:
+        nonlocal at
+        at += bits
+        return number >> (at - bits) & ((1 << bits) - 1)
+
+    def take_gamma() -> int:
+        zeros = 0
+        while not take(1):
+            zeros += 1
+        return 1 << zeros | take(zeros)
+
+    frequencies = np.zeros(SYMBOLS, np.int64)
+    symbol, width, remaining = take(8), 8, SUM
+    while remaining:
+        code = take_gamma()
+        if code == 4:
+            symbol += take_gamma()
+            code = take_gamma()
+        code -= code > 4
+        width += code // 2 if code % 2 else -code // 2
+        lowest = 1 << (width - 1)
+        frequency = lowest + take(min(lowest - 1, remaining - lowest).bit_length())
+        frequencies[symbol] = frequency
+        symbol, remaining = symbol + 1, remaining - frequency
+    return frequencies, (at + 7) // 8
+
+
 # ---- 3. streams ----------------------------------------------------------------------------------
 
 

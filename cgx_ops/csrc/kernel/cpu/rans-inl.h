@@ -397,9 +397,13 @@ template <typename Visit>
 
 int64_t rans_encode(const uint8_t* symbols, int64_t numel, int lanes, const uint16_t* frequencies,
                     std::byte* bytes) {
-  const EncoderTable table(frequencies);
   uint32_t states[kMostRansLanes];
   for (int lane = 0; lane < lanes; ++lane) states[lane] = kLowestState;
+  if (numel == 0 || frequencies[symbols[0]] == kFrequencySum) {  // takes no words
+    __builtin_memcpy(bytes, states, 4 * static_cast<size_t>(lanes));
+    return 4 * lanes;
+  }
+  const EncoderTable table(frequencies);
   // The last symbol comes first, so the words are written from the end of the room.
   auto* const end = reinterpret_cast<Stored<uint16_t>*>(bytes + most_rans_bytes(numel, lanes));
   auto* words = end;
@@ -424,6 +428,13 @@ bool rans_decode(const std::byte* bytes, int64_t size, int64_t numel, int lanes,
   __builtin_memcpy(states, bytes, 4 * static_cast<size_t>(lanes));
   for (int lane = 0; lane < lanes; ++lane)
     if (states[lane] < kLowestState || states[lane] >> 31 != 0) return false;
+  for (int s = 0; s < kSymbols; ++s) {
+    if (frequencies[s] != kFrequencySum) continue;
+    for (int lane = 0; lane < lanes; ++lane)
+      if (states[lane] != kLowestState) return false;
+    __builtin_memset(symbols, s, static_cast<size_t>(numel));
+    return size == 4 * lanes;
+  }
   const DecoderTable table(frequencies);
   const auto* words = reinterpret_cast<const Stored<uint16_t>*>(bytes + 4 * lanes);
   const auto* end = reinterpret_cast<const Stored<uint16_t>*>(bytes + size);
