@@ -1,5 +1,5 @@
 // The entropy coder: streams of every target, bitwise equal to a coder that divides; malformed
-// streams; frequencies.
+// streams; planes; frequencies.
 //
 // Exits with 1 if any check failed.
 #include <algorithm>
@@ -181,6 +181,37 @@ void test_damaged() {
   }
 }
 
+void test_planes() {
+  std::mt19937 random(4);
+  for (const int64_t width : {2, 4}) {
+    for (const int64_t numel : {0, 1, 15, 17, 100, 16384}) {
+      Unaligned values(numel * width);
+      for (int64_t i = 0; i < numel * width; ++i)
+        values.data()[i] = static_cast<std::byte>(random());
+      Symbols expected;  // plane after plane
+      for (int64_t p = 0; p < width; ++p) {
+        for (int64_t i = 0; i < numel; ++i) {
+          uint32_t value = 0;
+          std::memcpy(&value, values.data() + i * width, width);
+          const uint32_t sign = value >> (8 * width - 1);
+          expected.push_back(static_cast<uint8_t>((value << 1 | sign) >> 8 * (width - 1 - p)));
+        }
+      }
+      for (const Kernels* target : available_kernels()) {
+        const std::string where = join(target->name, ", ", numel, " values of ", width, " bytes");
+        Symbols found(expected.size());
+        uint8_t* planes[4] = {};
+        for (int64_t p = 0; p < width; ++p) planes[p] = found.data() + p * numel;
+        target->split_planes(width, values.data(), numel, planes);
+        CHECK(found == expected, where);
+        Unaligned joined(numel * width);
+        target->join_planes(width, planes, numel, joined.data());
+        CHECK(joined == values, where);
+      }
+    }
+  }
+}
+
 int sum_of(const Frequencies& frequencies) {
   int sum = 0;
   for (const uint16_t f : frequencies) sum += f;
@@ -267,6 +298,7 @@ int run() {
   test_frequencies();
   test_any_frequencies();
   test_division();
+  test_planes();
   test_damaged();
   test_all_streams();
   std::string names = " on";

@@ -11,6 +11,7 @@ from typing import Any, TypedDict, Unpack
 import numpy as np
 import numpy.typing as npt
 
+from . import lossless
 from .buckets import decode_rows, encode_rows, record_bytes
 from .philox import noise
 from .rotation import rotate
@@ -37,8 +38,14 @@ class Knobs(TypedDict, total=False):
 
 
 def _encode_exact(values: Values, settings: Settings) -> bytes:
-    raw = values if values.dtype == settings.dtype else round_to(widen(values), settings.dtype)
-    return raw.tobytes()
+    return _raw(values, settings).tobytes()
+
+
+def _raw(values: Values, settings: Settings) -> Values:
+    """Return the values in the dtype in which they are sent."""
+    if values.dtype == settings.dtype:
+        return values
+    return round_to(widen(values), settings.dtype)
 
 
 def _half(settings: Settings) -> np.dtype[Any]:
@@ -85,7 +92,8 @@ def _split(numel: int, settings: Settings) -> tuple[int, int]:
 
 def _raw_tail(numel: int, settings: Settings) -> int:
     """Return the number of last elements that are sent exactly."""
-    if settings.skip_incomplete_buckets and settings.grain > 1:
+    buckets = settings.grain > 1 and settings.compressor != "lossless"
+    if settings.skip_incomplete_buckets and buckets:
         return _split(numel, settings)[1]
     return 0
 
@@ -94,6 +102,8 @@ def message_bytes(numel: int, settings: Settings) -> int:
     """Return the bytes of a message."""
     if settings.exact:
         return numel * settings.dtype.itemsize
+    if settings.compressor == "lossless":  # the most
+        return numel * settings.dtype.itemsize - (-numel // settings.grain)
     if raw := _raw_tail(numel, settings):
         inner = replace(settings, skip_incomplete_buckets=False)
         return message_bytes(numel - raw, inner) + raw * settings.dtype.itemsize
@@ -113,6 +123,8 @@ def encode(
     assert first_index % settings.grain == 0
     if settings.exact:
         return _encode_exact(values, settings)
+    if settings.compressor == "lossless":
+        return lossless.encode(_raw(values, settings))
     if raw := _raw_tail(len(values), settings):
         inner = replace(settings, skip_incomplete_buckets=False)
         whole = values[: len(values) - raw]
@@ -140,6 +152,8 @@ def decode(
     """Decode to fp32. seed: the seed of random indices."""
     if settings.exact:
         return widen(np.frombuffer(message, settings.dtype))
+    if settings.compressor == "lossless":
+        return widen(lossless.decode(message, numel, settings.dtype))
     if raw := _raw_tail(numel, settings):
         inner = replace(settings, skip_incomplete_buckets=False)
         cut = len(message) - raw * settings.dtype.itemsize

@@ -7,9 +7,8 @@ from typing import Any
 import numpy as np
 
 from . import rans
+from .settings import LOSSLESS_BLOCK
 from .values import Values
-
-BLOCK = 16384
 
 
 def _lanes(numel: int) -> int:
@@ -47,7 +46,7 @@ def planes_of(values: Values) -> list[rans.Symbols]:
 
 
 def encode_block(values: Values) -> bytes:
-    """Encode at most BLOCK values in their own dtype."""
+    """Encode at most LOSSLESS_BLOCK values in their own dtype."""
     if not len(values):
         return b""
     flags, parts = 0, []
@@ -82,3 +81,24 @@ def decode_block(message: bytes, numel: int, dtype: np.dtype[Any]) -> Values:
     assert at == len(message)
     bits = (rotated >> 1 | rotated << (8 * width - 1)).astype(rotated.dtype)
     return bits.view(dtype)
+
+
+def encode(values: Values) -> bytes:
+    """Encode any number of values: each block after its length."""
+    parts = []
+    for first in range(0, len(values), LOSSLESS_BLOCK):
+        block = encode_block(values[first : first + LOSSLESS_BLOCK])
+        parts.append(len(block).to_bytes(4, "little") + block)
+    return b"".join(parts)
+
+
+def decode(message: bytes, numel: int, dtype: np.dtype[Any]) -> Values:
+    """Invert encode()."""
+    parts, at = [np.empty(0, dtype)], 0
+    for first in range(0, numel, LOSSLESS_BLOCK):
+        length = int.from_bytes(message[at : at + 4], "little")
+        block = message[at + 4 : at + 4 + length]
+        parts.append(decode_block(block, min(LOSSLESS_BLOCK, numel - first), dtype))
+        at += 4 + length
+    assert at == len(message)
+    return np.concatenate(parts)

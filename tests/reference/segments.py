@@ -11,7 +11,16 @@ import numpy.typing as npt
 
 from .codec import decode, encode, message_bytes
 from .settings import Compressor, Settings
-from .values import EXACT_BITS, SMALLEST_QUANTIZED, Algorithm, Float32s, RoundingMode, Values, widen
+from .values import (
+    EXACT_BITS,
+    FLOAT32,
+    SMALLEST_QUANTIZED,
+    Algorithm,
+    Float32s,
+    RoundingMode,
+    Values,
+    widen,
+)
 
 EAGER_BYTES = 8 * 1024  # the bytes that fit beside the header, in the first message
 
@@ -95,7 +104,8 @@ def is_exact(segment: Segment, minimal_size: int) -> bool:
 
 def shards(segment: Segment, world_size: int, exact: bool) -> list[slice]:
     """Return each rank's part of the segment in sra and ring: split between buckets."""
-    grain = 1 if exact or segment.compressor == "half" else segment.bucket_size
+    settings = segment.settings(FLOAT32, "nearest", skip_incomplete_buckets=False)
+    grain = 1 if exact else settings.grain
     grains = -(-segment.numel // grain)
     cuts = [min(p * grains // world_size * grain, segment.numel) for p in range(world_size + 1)]
     return [slice(cuts[p], cuts[p + 1]) for p in range(world_size)]

@@ -13,6 +13,7 @@ Compressor = Literal[
     "uniform", "levels", "sign", "onebit", "ternary", "qsgd", "half", "topk", "randk",
     "entropy", "lossless",
 ]  # fmt: skip
+LOSSLESS_BLOCK = 16384
 # Compressors with one rounding; "uniform" and "half" support several.
 _ALWAYS: dict[Compressor, RoundingMode] = {
     "levels": "nearest",
@@ -22,6 +23,7 @@ _ALWAYS: dict[Compressor, RoundingMode] = {
     "qsgd": "stochastic",
     "topk": "nearest",
     "randk": "nearest",
+    "lossless": "nearest",
 }
 # Bits of their codes. "uniform", "levels" and "qsgd" use those of the call.
 _CODE_BITS: dict[Compressor, int] = {"sign": 1, "onebit": 1, "ternary": 0}
@@ -64,6 +66,8 @@ class Settings:
     @property
     def grain(self) -> int:
         """A message can be split at multiples of this number of elements."""
+        if self.compressor == "lossless" and not self.exact:
+            return LOSSLESS_BLOCK
         return 1 if self.exact or self.compressor == "half" else self.bucket_size
 
     def share(self, numel: int) -> int:

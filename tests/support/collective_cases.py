@@ -181,6 +181,7 @@ def of_compressors() -> Iterator[dict[str, Any]]:
     names: tuple[Compressor, ...] = ("sign", "onebit", "ternary")
     yield from ({"compressor": name} for name in names)
     yield {"compressor": "ternary", "clip": True}
+    yield {"compressor": "lossless"}
     yield from (
         {"compressor": "half", "rounding": rounding} for rounding in ("nearest", "stochastic")
     )
@@ -275,6 +276,13 @@ def _compressors() -> list[Case]:
         verbs = ("reduce_scatter", "all_gather")
         for verb, op, special in itertools.product(verbs, ("sum", "avg"), ("", "zeros")):
             add(1234, 100, verb=verb, op=op, special=special, **row)
+    # Exact values support all operators. They have several blocks.
+    for op, algorithm in itertools.product(
+        ("sum", "avg", "min", "max", "product"), ("one_shot", "sra", "ring")
+    ):
+        add(70_000, 512, op=op, algorithm=algorithm, special="large", compressor="lossless")
+    for verb in ("reduce_scatter", "all_gather"):
+        add(50_000, 512, verb=verb, compressor="lossless")
     gathered: tuple[tuple[Compressor, int, int], ...] = (
         ("levels", 2, 4), ("qsgd", 4, 8), ("topk", 4, 32), ("onebit", 4, 32), ("half", 4, 32),
     )  # fmt: skip
