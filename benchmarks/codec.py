@@ -29,7 +29,9 @@ BUILD = ROOT / "build" / "cmake"  # where setup.py built the core
 SIZES = {"memory": 1 << 24, "cache": 1 << 16}  # values: 64 MiB and 256 KiB of fp32
 COUNTED = 1 << 16  # values
 COUNTED_TARGET = "avx2"  # valgrind does not support AVX-512
-OPERATIONS = ("quantize", "quantize-residual", "dequantize", "dequantize-add")
+OPERATIONS = (
+    "quantize", "quantize-residual", "dequantize", "dequantize-add", "rans-encode", "rans-decode",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -4,12 +4,15 @@
 //   codec_bench count NUMEL         calls each operation once in run_case(), where callgrind counts
 //                                   instructions
 //
+// rans-encode and rans-decode are the entropy coder on as many symbols, without a codec.
 // quantize-residual is quantize with error feedback: it adds the old residual and writes the new
 // one.
 //
 // An output line has: dtype, operation, compressor and options, bits, rounding ("-": none),
 // numbers.
+#include <algorithm>
 #include <chrono>
+#include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -23,7 +26,9 @@
 #include "algorithm/layout.h"
 #include "api/api.h"
 #include "base/float_mode.h"
+#include "compressor/around.h"
 #include "compressor/codec.h"
+#include "compressor/frequencies.h"
 #include "config.h"
 #include "config_codec.h"
 #include "kernel/kernels.h"
@@ -123,6 +128,7 @@ std::vector<Setting> settings() {
                    cgx::join("bucket_size=4096 compressor='", name, "' density=0.01")});
   all.push_back({"topk,density=0.01 8 nearest",
                  "bucket_size=4096 compressor='topk' density=0.01 value_bits=8"});
+  all.push_back({"lossless 32 nearest", "compressor='lossless'", /*residual=*/false});
   return all;
 }
 
@@ -132,7 +138,9 @@ void add_cases(Buffers& b, const std::string& dtype, std::vector<Case>& cases) {
                    }});
   for (const Setting& setting : settings()) {
     const cgx_config_t config = cgx::parse_config(setting.config);
-    const std::shared_ptr<cgx::Codec> codec = cgx::make_codec(cgx::settings_of(config, b.dtype));
+    std::unique_ptr<cgx::Codec> made = cgx::make_codec(cgx::settings_of(config, b.dtype));
+    if (!made->fixed_length()) made = cgx::make_framed(std::move(made));
+    const std::shared_ptr<cgx::Codec> codec = std::move(made);
     const cgx::Rounding rounding{.mode = cgx::rounding_of(config), .seed = 1};
     const auto room = std::make_shared<std::vector<std::byte>>(codec->max_bytes(b.numel));
     const auto encode = [=, &b] {
@@ -153,6 +161,62 @@ void add_cases(Buffers& b, const std::string& dtype, std::vector<Case>& cases) {
                        codec->decode_add(*bytes, b.numel, 0, b.sum.data(), b.sum.data());
                      }});
   }
+}
+
+// The entropy coder: blocks of 65,536 symbols of 2.1 bits, which are rounded Gaussian values.
+class Coder {
+ public:
+  explicit Coder(int64_t numel) : symbols_(numel), decoded_(numel) {
+    std::mt19937 generator(1);
+    std::normal_distribution<float> normal;
+    for (uint8_t& symbol : symbols_) {
+      const int level = static_cast<int>(std::lround(normal(generator)));
+      symbol = static_cast<uint8_t>(level > 0 ? 2 * level - 1 : -2 * level);
+    }
+    cgx::Counts counts;
+    cgx::kernels().count_symbols(symbols_.data(), numel, counts.data());
+    frequencies_ = cgx::frequencies_of(counts);
+    for_blocks([&](int64_t /*first*/, int64_t count, int lanes) {
+      streams_.emplace_back(cgx::most_rans_bytes(count, lanes));
+    });
+    sizes_.resize(streams_.size());
+  }
+  void encode() {
+    for_blocks([&](int64_t first, int64_t count, int lanes) {
+      const int64_t block = first / kBlock;
+      sizes_[block] = cgx::kernels().rans_encode(symbols_.data() + first, count, lanes,
+                                                 frequencies_.data(), streams_[block].data());
+    });
+  }
+  void decode() {
+    for_blocks([&](int64_t first, int64_t count, int lanes) {
+      const int64_t block = first / kBlock;
+      cgx::kernels().rans_decode(streams_[block].data(), sizes_[block], count, lanes,
+                                 frequencies_.data(), decoded_.data() + first);
+    });
+  }
+
+ private:
+  static constexpr int64_t kBlock = 65536;
+  template <typename Work>
+  void for_blocks(const Work& work) const {
+    const auto numel = static_cast<int64_t>(symbols_.size());
+    for (int64_t first = 0; first < numel; first += kBlock) {
+      const int64_t count = std::min(kBlock, numel - first);
+      work(first, count, cgx::rans_lanes(count));
+    }
+  }
+  std::vector<uint8_t> symbols_, decoded_;
+  cgx::Frequencies frequencies_;
+  std::vector<std::vector<std::byte>> streams_;
+  std::vector<int64_t> sizes_;
+};
+
+void add_coder_cases(int64_t numel, std::vector<Case>& cases) {
+  const auto coder = std::make_shared<Coder>(numel);
+  coder->encode();
+  cases.push_back({"fp32 rans-encode symbols 2.1 -", [=] { coder->encode(); }});
+  cases.push_back({"fp32 rans-decode symbols 2.1 -", [=] { coder->decode(); }});
 }
 
 // Returns the mean seconds of `calls` calls. Short operations are timed together.
@@ -179,6 +243,7 @@ int main(int argc, char** argv) {
   std::vector<Case> cases;
   add_cases(fp32, "fp32", cases);
   add_cases(bf16, "bf16", cases);
+  add_coder_cases(numel, cases);
 
   std::vector<std::vector<double>> samples(cases.size());
   const int rounds =

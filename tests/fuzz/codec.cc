@@ -1,6 +1,8 @@
 // Decodes any bytes with any settings of any compressor. A message of a wrong length is rejected.
 // One of the right length is decoded to the same bits by all CPU targets, unless its indices are
-// invalid. No byte outside of the message is read or written.
+// invalid. Damaged messages of variable length are decoded or rejected, and damaged streams of the
+// entropy coder give the same on all CPU targets. No byte outside of the message is read or
+// written.
 #include "compressor/codec.h"
 
 #include <cstring>
@@ -9,6 +11,7 @@
 #include "base/half.h"
 #include "base/status.h"
 #include "cgx/cgx.h"
+#include "compressor/frequencies.h"
 #include "input.h"
 #include "kernel/kernels.h"
 
@@ -55,6 +58,7 @@ CodecSettings any_settings(Input& input) {
   CodecSettings settings{static_cast<Dtype>(input.below(3)), kBits[input.below(9)],
                          1 + input.number<uint16_t>() % 600, input.flag()};
   settings.compressor = static_cast<cgx_compressor_t>(input.below(CGX_RANDK + 1));
+  if (input.below(8) == 0) settings.compressor = CGX_LOSSLESS;
   settings.density = 1 + input.number<uint32_t>() % 1000000000;
   settings.value_bits = kValueBits[input.below(10)];
   settings.seed = input.number<uint8_t>();
@@ -68,11 +72,12 @@ CodecSettings any_settings(Input& input) {
 
 void check_decoding(Input& input) {
   const CodecSettings settings = any_settings(input);
-  const bool sparse = settings.bits != kExactBits && settings.compressor == CGX_TOPK;
   const auto to = static_cast<Dtype>(input.below(3));
   const int64_t numel = input.number<uint16_t>() % 700;
   const auto codec = make_codec(settings);
   const int64_t expected = codec->max_bytes(numel);
+  const bool sparse = settings.bits != kExactBits && settings.compressor == CGX_TOPK;
+  const bool may_be_invalid = sparse || !codec->fixed_length();
   const auto length = static_cast<int64_t>(input.near(expected));
   const Bytes message = input.flag() ? input.bytes(length) : input.pattern(length);
   Bytes values(numel * size_of(to));
@@ -82,7 +87,7 @@ void check_decoding(Input& input) {
       work();
       FUZZ_CHECK(length == expected || !codec->fixed_length());
     } catch (const Error&) {
-      FUZZ_CHECK(length != expected || sparse);
+      FUZZ_CHECK(length != expected || may_be_invalid);
     }
   };
   decode([&] { codec->decode(message, numel, /*first_index=*/0, to, values.data()); });
@@ -108,11 +113,89 @@ void check_decoding(Input& input) {
   });
 }
 
+// Returns whether decoding succeeds; otherwise it must be an error of the message.
+template <typename Decode>
+bool succeeds(const Decode& decode) {
+  try {
+    decode();
+    return true;
+  } catch (const Error& error) {
+    FUZZ_CHECK(error.status() == CGX_INVALID_ARGUMENT);
+    return false;
+  }
+}
+
+// Damaged messages of codecs without a fixed length.
+void check_variable_length(Input& input) {
+  CodecSettings settings{static_cast<Dtype>(input.below(3)), 4};
+  settings.compressor = CGX_LOSSLESS;
+  const auto to = static_cast<Dtype>(input.below(3));
+  const int64_t numel = input.number<uint16_t>() % (input.below(16) == 0 ? 16384 : 700);
+  const auto codec = make_codec(settings);
+  const Bytes values = input.pattern(numel * size_of(settings.dtype));
+  Bytes message(codec->max_bytes(numel));
+  message.resize(codec->encode(settings.dtype, values.data(), numel, 0, {}, message.data()));
+  Bytes decoded(values.size());
+  codec->decode(message, numel, 0, settings.dtype, decoded.data());
+  FUZZ_CHECK(decoded == values);
+  const Bytes damaged = input.damaged(message);
+  Bytes any(numel * size_of(to));
+  std::vector<float> sum(numel, 1.0f);
+  const bool valid = succeeds([&] { codec->decode(damaged, numel, 0, to, any.data()); });
+  const bool adds = succeeds([&] { codec->decode_add(damaged, numel, 0, sum.data(), sum.data()); });
+  FUZZ_CHECK(valid == adds);
+}
+
+// Damaged frequencies and streams, with any number of lanes.
+void check_entropy_coder(Input& input) {
+  const int lanes = 1 << input.below(6);
+  const int64_t numel = 1 + input.number<uint16_t>() % 700;
+  const auto pattern = input.pattern(numel);
+  const auto* symbols = reinterpret_cast<const uint8_t*>(pattern.data());
+  Counts counts;
+  kernels().count_symbols(symbols, numel, counts.data());
+  Frequencies frequencies = frequencies_of(counts);
+  Bytes stream(most_rans_bytes(numel, lanes));
+  stream.resize(kernels().rans_encode(symbols, numel, lanes, frequencies.data(), stream.data()));
+  Bytes table(kMostFrequencyBytes);
+  table.resize(write_frequencies(frequencies, table.data()));
+  if (input.flag()) {
+    const Bytes damaged = input.damaged(table);
+    const int alphabet = 1 + input.number<uint8_t>();
+    if (!succeeds([&] { read_frequencies(damaged, alphabet, frequencies); })) return;
+    int sum = 0;
+    for (const uint16_t frequency : frequencies) sum += frequency;
+    FUZZ_CHECK(sum == kFrequencySum);
+  }
+  const Bytes damaged = input.damaged(stream);
+  std::vector<Bytes> accepted;
+  for (const Kernels* kernels : available_kernels()) {
+    Bytes decoded(numel);
+    const bool valid =
+        kernels->rans_decode(damaged.data(), static_cast<int64_t>(damaged.size()), numel, lanes,
+                             frequencies.data(), reinterpret_cast<uint8_t*>(decoded.data()));
+    accepted.push_back(valid ? decoded : Bytes{});
+    FUZZ_CHECK(accepted.back() == accepted.front());
+  }
+}
+
 }  // namespace
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   const FloatMode mode;
   Input input(data, size);
-  input.below(8) == 0 ? check_any(input) : check_decoding(input);
+  switch (input.below(8)) {
+    case 0:
+      check_any(input);
+      break;
+    case 1:
+      check_variable_length(input);
+      break;
+    case 2:
+      check_entropy_coder(input);
+      break;
+    default:
+      check_decoding(input);
+  }
   return 0;
 }

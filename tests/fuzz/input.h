@@ -64,6 +64,37 @@ class Input {
     bytes.resize(near(bytes.size()));
     return {bytes.begin(), bytes.end()};  // without spare capacity
   }
+  // A copy with structured changes: truncations, extreme numbers, moved and cleared parts.
+  std::vector<std::byte> damaged(std::vector<std::byte> bytes) {
+    constexpr uint32_t kExtremes[] = {0,          1,          0x7fff,     0x8000,    0xffff,
+                                      0x7fffffff, 0x80000000, 0xffffffff, 0xfffffffb};
+    for (int changes = 1 + below(4); changes > 0 && !bytes.empty(); --changes) {
+      const size_t at = number<uint16_t>() % bytes.size();
+      const size_t most = bytes.size() - at, count = std::min<size_t>(most, 1 + below(64));
+      const size_t from = number<uint16_t>() % (bytes.size() - count + 1);
+      const uint32_t extreme = kExtremes[below(9)];
+      switch (below(6)) {
+        case 0:
+          bytes[at] ^= number<std::byte>();
+          break;
+        case 1:
+          bytes.resize(at);
+          break;
+        case 2:
+          bytes.insert(bytes.end(), count, number<std::byte>());
+          break;
+        case 3:
+          std::memcpy(bytes.data() + at, &extreme, std::min(most, sizeof(extreme)));
+          break;
+        case 4:
+          std::memmove(bytes.data() + at, bytes.data() + from, count);
+          break;
+        default:
+          std::memset(bytes.data() + at, 0, count);
+      }
+    }
+    return {bytes.begin(), bytes.end()};  // without spare capacity
+  }
   // Usually `length`, sometimes a slightly smaller or larger number.
   size_t near(size_t length) {
     const int change = number<int8_t>();
