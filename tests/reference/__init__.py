@@ -13,6 +13,7 @@ operation); the names follow the documents.
     sparse         topk, randk
     codec          quantize, dequantize, encoded_bytes
         segments       how each segment is sent, and who owns which part of it
+        packing        small segments that are sent as one
         algorithms     who encodes which values, and the order of summation
     collectives    allreduce, reduce_scatter, all_gather
         statistic      the expected quantization error of a tensor, as one number

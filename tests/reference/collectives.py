@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from .algorithms import ALGORITHMS, Directions, owner_terms
+from .packing import packing_of
 from .philox import Seeds, seeds_of
 from .segments import Segment, Wire, is_exact, is_nested, pick
 from .settings import Settings
@@ -92,6 +93,29 @@ def allreduce(
     if algorithm in ("hierarchical", "by_hosts"):
         algorithm = "hierarchical" if is_nested(hosts) else "sra"
     out = np.zeros(inputs[0].shape, dtype)
+    packing = packing_of(segments, minimal_size)
+    if len(inputs) > 1 and packing.packs:
+        lost = residuals and [packing.load(residual) for residual in residuals]
+        result = allreduce(
+            [packing.load(x) for x in inputs],
+            packing.packed(),
+            op=op,
+            algorithm=algorithm,
+            rounding=rounding,
+            seeds=packing.seeds(seeds, len(inputs)),
+            gather_bits=gather_bits,
+            intra_bits=intra_bits,
+            minimal_size=minimal_size,
+            skip_incomplete_buckets=skip_incomplete_buckets,
+            divisor=divisor,
+            residuals=lost,
+            hosts=hosts,
+            noise_ranks=noise_ranks,
+        )
+        packing.store(result, out)
+        for of_rank, residual in zip(lost or (), residuals or (), strict=True):
+            packing.store(of_rank, residual)
+        return out
     for number, segment in enumerate(segments):
         at = slice(segment.offset, segment.offset + segment.numel)
         xs = [x[at] for x in inputs]

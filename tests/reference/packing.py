@@ -1,0 +1,77 @@
+"""Packing: small segments of a compressor without fixed length that are sent as one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from .philox import Seeds, seeds_of
+from .segments import Segment, is_exact
+from .values import FLOAT32, Values
+
+VARIABLE = ("entropy", "lossless")  # compressors without fixed length
+
+
+def _is_small(segment: Segment, minimal_size: int) -> bool:
+    if segment.compressor not in VARIABLE or is_exact(segment, minimal_size):
+        return False
+    settings = segment.settings(FLOAT32, "nearest", skip_incomplete_buckets=False)
+    return 0 < segment.numel < settings.grain
+
+
+@dataclass(frozen=True)
+class Packing:
+    """The numbers of the segments of each group, in the order of the groups' first segments."""
+
+    segments: Sequence[Segment]
+    groups: list[list[int]]
+
+    @property
+    def packs(self) -> bool:
+        """Whether a group has several segments."""
+        return len(self.groups) < len(self.segments)
+
+    def packed(self) -> list[Segment]:
+        """Return a segment for each group, in a buffer that has all groups in order."""
+        made, end = [], 0
+        for group in self.groups:
+            numel = sum(self.segments[number].numel for number in group)
+            made.append(replace(self.segments[group[0]], offset=end, numel=numel))
+            end += numel
+        return made
+
+    def seeds(self, seeds: Seeds | None, world_size: int) -> list[list[int]]:
+        """Return the groups' seeds of each rank: those of their first segments."""
+        of_groups = [seeds_of(seeds, world_size, group[0]) for group in self.groups]
+        return [list(of_rank) for of_rank in zip(*of_groups, strict=True)]
+
+    def load(self, buffer: Values) -> Values:
+        """Return a copy of the segments' values in the order of the groups."""
+        return np.concatenate([buffer[at] for at in self._places()])
+
+    def store(self, packed: Values, buffer: Values) -> None:
+        """Write packed values to their places in a buffer."""
+        end = 0
+        for at in self._places():
+            numel = at.stop - at.start
+            buffer[at] = packed[end : end + numel]
+            end += numel
+
+    def _places(self) -> Iterator[slice]:
+        for group in self.groups:
+            for number in group:
+                segment = self.segments[number]
+                yield slice(segment.offset, segment.offset + segment.numel)
+
+
+def packing_of(segments: Sequence[Segment], minimal_size: int) -> Packing:
+    """Return the groups of segments: several only if all are small and have equal settings."""
+    groups: dict[object, list[int]] = {}
+    for number, segment in enumerate(segments):
+        settings = replace(segment, offset=0, numel=0, bucket_size=1)
+        groups.setdefault(settings if _is_small(segment, minimal_size) else number, []).append(
+            number
+        )
+    return Packing(segments, list(groups.values()))
