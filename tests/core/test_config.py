@@ -269,6 +269,7 @@ OVERRIDES: list[tuple[Config, dict[str, Any]]] = [
     (Config(32), {"compressor": "topk"}),
     (Config(32), {"compressor": "levels", "bits": 1}),
     (Config(2, compressor="levels", error_feedback=True), {"bits": 32}),
+    (Config(2, compressor="levels", error_feedback=True), {"compressor": "lossless"}),
     (Config(2, compressor="levels", error_feedback=True, residual_decay=0.9), {"bits": 1}),
     (Config(compressor="topk"), {"bits": 2}),
     (Config(4), {"compressor": "qsgd", "rounding": "nearest"}),

@@ -1,10 +1,12 @@
 """The compressor lossless: exact values, its bytes against the oracle, and malformed blocks.
 
-core/test_compressors.py runs it on all CPU targets, and the tests of collectives on several ranks.
+core/test_compressors.py runs it on all CPU targets, core/test_collectives.py on several ranks.
 """
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,9 +14,10 @@ import numpy.typing as npt
 import pytest
 import reference
 from reference import lossless, rans
+from support import launch
 from support.compressor_cases import DTYPES, KINDS, values
 
-from cgx_ops import Config, InvalidArgument, dequantize, quantize
+from cgx_ops import Communicator, Config, InvalidArgument, dequantize, quantize
 
 LOSSLESS = Config(compressor="lossless")
 SIZES = (0, 1, 17, 511, 512, 513, 5000, 16383, 16384, 16385, 65535, 65536, 65537)
@@ -89,6 +92,27 @@ def test_one_two_and_all_symbols() -> None:
     for symbols in ([7], [0, 255], range(256)):
         exponents = np.resize(np.array(symbols, np.uint16), 20_000)
         round_trip((exponents << 7).view(DTYPES["bfloat16"]), "bfloat16")
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
+def test_results_have_the_bits_of_exact_ones(size: int) -> None:
+    """Check sums in rank order, of values with random bits among them."""
+    cases = list(itertools.product(("one_shot", "sra"), DTYPES, ("sum", "avg", "max")))
+
+    def run(rank: int, comm: Communicator) -> list[tuple[bytes, bytes]]:
+        results = []
+        for algorithm, dtype, op in cases:
+            x = np.roll(mixed(40_000, dtype), rank)
+            found, wanted = (
+                comm.allreduce(x, op, replace(config, algorithm=algorithm)).tobytes()
+                for config in (LOSSLESS, Config(32))
+            )
+            results.append((found, wanted))
+        return results
+
+    for results in launch.threads(size, run):
+        for case, (found, wanted) in zip(cases, results, strict=True):
+            assert found == wanted, case
 
 
 # ---- malformed blocks ----------------------------------------------------------------------------

@@ -13,7 +13,7 @@ extern "C" {
 /** Element types of the values that collectives send. */
 typedef enum cgx_dtype_t { CGX_FLOAT32 = 0, CGX_FLOAT16 = 1, CGX_BFLOAT16 = 2 } cgx_dtype_t;
 
-/** Reduction operators. Compressed values (bits < 32) support CGX_SUM and CGX_AVG only. */
+/** Reduction operators. Values that are not sent exactly support CGX_SUM and CGX_AVG only. */
 typedef enum cgx_op_t {
   CGX_SUM = 0,
   CGX_AVG = 1,
