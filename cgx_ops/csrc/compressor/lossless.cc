@@ -35,6 +35,10 @@ struct Scratch {
   }
 };
 
+void check_numel(int64_t numel) {
+  require(numel <= kBlock, CGX_INTERNAL, numel, " values in one lossless block");
+}
+
 // ---- planes ----
 
 Counts sample_of(const uint8_t* plane, int64_t numel) {
@@ -85,6 +89,7 @@ class Lossless final : public Codec {
 
   int64_t encode(Dtype dtype, const void* values, int64_t numel, int64_t /*first_index*/,
                  const Rounding& /*rounding*/, std::byte* bytes) const override {
+    check_numel(numel);
     if (numel == 0) return 0;
     Scratch& scratch = Scratch::get();
     if (dtype != wire_) {
@@ -118,6 +123,7 @@ class Lossless final : public Codec {
 
   void decode(std::span<const std::byte> bytes, int64_t numel, int64_t /*first_index*/, Dtype dtype,
               void* values) const override {
+    check_numel(numel);
     if (dtype == wire_) return decode_wire(bytes, numel, values);
     std::byte* const decoded = Scratch::get().values.data();
     decode_wire(bytes, numel, decoded);
@@ -126,6 +132,7 @@ class Lossless final : public Codec {
 
   void decode_add(std::span<const std::byte> bytes, int64_t numel, int64_t /*first_index*/,
                   const float* base, float* sum) const override {
+    check_numel(numel);
     std::byte* const decoded = Scratch::get().values.data();
     decode_wire(bytes, numel, decoded);
     kernels().add(wire_, decoded, base, sum, numel);
