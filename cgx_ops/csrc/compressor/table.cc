@@ -8,6 +8,7 @@
 #include "compressor/around.h"
 #include "compressor/bucketed.h"
 #include "compressor/codec.h"
+#include "compressor/entropy.h"
 #include "compressor/lossless.h"
 #include "compressor/plain.h"
 #include "compressor/sparse.h"
@@ -160,6 +161,15 @@ std::vector<CodecEntry>& table() {
        .make = make_randk,
        .device_coding = sparse_coding,
        .knobs = {"density"},
+       .biased = true},
+      {.name = "entropy",
+       .description = "0.25-8 bits per value: evenly spaced levels with codes of variable length",
+       .fixed_length = false,
+       .serves = is<CGX_ENTROPY>,
+       .make = make_entropy,
+       .why_not = kNotOnDevices,
+       .roundings = {kNearest, kShift},
+       .knobs = {"rate"},
        .biased = true},
       {.name = "lossless",
        .description = "exact values; their exponents are entropy-coded",

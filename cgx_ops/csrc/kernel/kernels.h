@@ -13,6 +13,7 @@
 
 #include "base/types.h"
 #include "kernel/bucket_format.h"
+#include "kernel/entropy.h"
 #include "kernel/rans.h"
 
 namespace cgx {
@@ -104,6 +105,19 @@ struct Kernels {
   // undefined. Reads only these bytes, whatever they are.
   bool (*rans_decode)(const std::byte* bytes, int64_t size, int64_t numel, int lanes,
                       const uint16_t* frequencies, uint8_t* symbols);
+
+  // Returns the bits of the largest magnitude, and whether the bits of all values are the same.
+  uint32_t (*survey)(const float* values, int64_t numel, bool* same);
+  // Writes the symbol of each value, the low bits of its level if the grid has any, and the extra
+  // bits of values far from 0. Returns the number of the latter. `symbols` and `low` have room for
+  // whole groups of sixteen. `stride`: the distance of groups in the block, for a sample of it.
+  int64_t (*entropy_symbols)(const float* values, int64_t numel, int64_t stride,
+                             const EntropyGrid& grid, uint8_t* symbols, uint8_t* low,
+                             uint32_t* extra);
+  // Restores values from symbols (below kEntropySymbols). `first`: the position of the first one in
+  // its block. Returns how many elements of `extra` it read.
+  int64_t (*entropy_values)(const uint8_t* symbols, const uint8_t* low, const uint32_t* extra,
+                            int64_t numel, int64_t first, const EntropyGrid& grid, float* values);
 };
 
 // Returns the selected target. Throws Error(CGX_INVALID_ARGUMENT) if CGX_CPU_TARGET is unknown or

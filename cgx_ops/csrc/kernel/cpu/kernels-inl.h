@@ -11,6 +11,7 @@
 #endif
 
 #include "kernel/cpu/buckets-inl.h"
+#include "kernel/cpu/entropy-inl.h"
 #include "kernel/cpu/exact-inl.h"
 #include "kernel/cpu/half-inl.h"
 #include "kernel/cpu/measure-inl.h"
@@ -50,7 +51,10 @@ constexpr Kernels table(const char* name, const char* description) {
           .join_planes = join_planes,
           .count_symbols = count_symbols,
           .rans_encode = rans_encode,
-          .rans_decode = rans_decode};
+          .rans_decode = rans_decode,
+          .survey = survey,
+          .entropy_symbols = entropy_symbols,
+          .entropy_values = entropy_values};
 }
 
 }  // namespace
