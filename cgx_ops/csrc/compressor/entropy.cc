@@ -378,7 +378,7 @@ class Entropy final : public Codec {
       EntropyGrid grid = search.grid(key);
       grid.dither = dither;
       if (!dithered) grid.shift = static_cast<float>(search.shift_at(key)) / 256;
-      levels.encode(values, numel, 16, grid);
+      if (dithered || key != search.encoded()) levels.encode(values, numel, 16, grid);
       const int64_t length = write_coded(levels, numel, grid, block);
       if (length <= most_entropy_bytes(numel, rate_)) {
         std::memcpy(bytes, block.data(), length);

@@ -2,7 +2,7 @@
 
 #include <algorithm>
 #include <bit>
-#include <cmath>
+#include <cstdlib>
 #include <cstring>
 
 #include "kernel/kernels.h"
@@ -152,11 +152,12 @@ int EntropySearch::shift_at(int64_t key) const {
   const float inverse = 1.0f / grid.step;
   int64_t count = 0, fractions = 0;
   for (const float value : sample_) {
-    const float scaled = std::abs(value) * inverse;
+    const float magnitude = std::bit_cast<float>(std::bit_cast<uint32_t>(value) & 0x7fffffff);
+    const float scaled = magnitude * inverse;
     const float v = scaled + grid.offset;
     if (!(v >= 1 && v < 32768)) continue;
     ++count;
-    fractions += static_cast<int64_t>((v - std::floor(v)) * 256);
+    fractions += static_cast<int32_t>((v - static_cast<float>(static_cast<int32_t>(v))) * 256);
   }
   if (count < 16) return 0;
   return static_cast<int>(

@@ -40,7 +40,7 @@ class EntropySearch {
   EntropySearch(const float* values, int64_t numel, uint32_t largest, int64_t rate, bool dithered,
                 int64_t wanted, int64_t overhead);
 
-  // Returns the key. size(levels, width): about the size of a block in bits.
+  // Returns the key. size(levels): about the size of a block in bits.
   template <typename Size>
   int64_t run(EntropyLevels& levels, const Size& size) {
     int64_t key = choose_width(first_);
@@ -49,6 +49,7 @@ class EntropySearch {
     const int64_t near = std::max<int64_t>(16, numel_ >> 8);
     for (int turn = 0; turn < kMostTurns; ++turn) {
       levels.encode(values_, numel_, 16, grid(key));
+      encoded_ = key;
       const int64_t above = size(levels) - wanted_;
       if (above <= near && above >= -near * (turn == 0 ? 1 : 2)) return key;
       key = bracket.next(key, above, floor_div(above * (kOctave / 4) * (1 << 14), slope));
@@ -64,6 +65,8 @@ class EntropySearch {
   // The grid of a key, without noise and without a shift.
   EntropyGrid grid(int64_t key) const;
   int64_t highest() const { return highest_; }
+  // The key with which run() encoded the levels last.
+  int64_t encoded() const { return encoded_; }
 
  private:
   static constexpr int kMostTurns = 8;
@@ -91,7 +94,7 @@ class EntropySearch {
   std::vector<float> sample_;
   int64_t stride_ = 16;
   int64_t nonzero_ = 0;  // of the sample
-  int64_t lowest_, highest_, first_, sample_wanted_;
+  int64_t lowest_, highest_, first_, sample_wanted_, encoded_ = 0;
   EntropyLevels trial_;
 };
 

@@ -87,11 +87,17 @@ template <bool kDithered>
 
 [[gnu::always_inline]] inline bool any(const Ints16& mask) {
   Ints all = mask.at[0];
+#pragma GCC unroll 4
   for (int i = 1; i < kRegisters; ++i) all |= mask.at[i];
-  uint64_t words[sizeof(Ints) / sizeof(uint64_t)], sum = 0;
+#if defined(__AVX512F__)
+  return _mm512_test_epi32_mask(__m512i(all), __m512i(all)) != 0;
+#elif defined(__AVX2__)
+  return _mm256_testz_si256(__m256i(all), __m256i(all)) == 0;
+#else
+  uint64_t words[2];
   __builtin_memcpy(words, &all, sizeof(all));
-  for (const uint64_t word : words) sum |= word;
-  return sum != 0;
+  return (words[0] | words[1]) != 0;
+#endif
 }
 
 // Writes the symbols of a group with values far from 0, and returns the next extra bits.
@@ -117,12 +123,12 @@ template <bool kDithered>
   return extra;
 }
 
-template <bool kDithered>
+template <bool kDithered, bool kHasLow>
 int64_t entropy_symbols_as(const float* from, int64_t n, int64_t stride, const EntropyGrid& grid,
                            uint8_t* symbols, uint8_t* low, uint32_t* extra) {
   const auto* values = reinterpret_cast<const Stored<uint32_t>*>(from);
   const float inverse = 1.0f / grid.step;
-  const int width = grid.width;
+  const int width = kHasLow ? grid.width : 0;
   const Dither dither(grid);
   uint32_t* next = extra;
   for (int64_t i = 0; i < n; i += kSixteen) {
@@ -157,8 +163,11 @@ int64_t entropy_symbols_as(const float* from, int64_t n, int64_t stride, const E
 
 int64_t entropy_symbols(const float* values, int64_t n, int64_t stride, const EntropyGrid& grid,
                         uint8_t* symbols, uint8_t* low, uint32_t* extra) {
-  return grid.dithered ? entropy_symbols_as<true>(values, n, stride, grid, symbols, low, extra)
-                       : entropy_symbols_as<false>(values, n, stride, grid, symbols, low, extra);
+  const auto run = grid.width > 0  ? grid.dithered ? entropy_symbols_as<true, true>
+                                                   : entropy_symbols_as<false, true>
+                   : grid.dithered ? entropy_symbols_as<true, false>
+                                   : entropy_symbols_as<false, false>;
+  return run(values, n, stride, grid, symbols, low, extra);
 }
 
 // ---- 3. symbols -> levels -> values ----
