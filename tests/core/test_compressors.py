@@ -221,7 +221,9 @@ def test_all_nan_are_equal(dtype: str) -> None:
         ({"rotation": 3}, "Config.rotation is 3; it must be None, or a power of two"),
         *(
             ({"compressor": name, "bits": 2}, f"bits is 2; compressor='{name}' has a fixed")
-            for name in ("sign", "onebit", "ternary", "half", "topk", "randk", "lossless")
+            for name in (
+                "sign", "onebit", "ternary", "half", "topk", "randk", "entropy", "lossless",
+            )
         ),
         ({"compressor": "levels", "bits": 8}, "bits is 8; with compressor='levels'.* 1 to 4"),
         ({"compressor": "qsgd", "bits": 1}, "bits is 1; with compressor='qsgd'.* 2 to 8"),
@@ -235,6 +237,10 @@ def test_all_nan_are_equal(dtype: str) -> None:
         ({"compressor": "sign", "error_feedback": True}, "feedback.*'sign': a vote"),
         ({"compressor": "ternary", "error_feedback": True}, "feedback.*'ternary': without clip"),
         ({"compressor": "qsgd", "error_feedback": True}, "feedback.*'qsgd': the squared error"),
+        ({"compressor": "entropy", "rate": 0.2}, "rate is 0.2; it must be None.* from 0.25 to 8"),
+        ({"compressor": "entropy", "rate": 8.01}, "rate is 8.01; it must be"),
+        ({"compressor": "entropy", "rounding": "stochastic"}, "'stochastic'.*'nearest', 'shift'"),
+        ({"rate": 2.0}, "rate is 2.*'uniform' does not support.*entropy"),
         ({"compressor": "lossless", "error_feedback": True}, "feedback.*'lossless'.*no quantiz"),
         ({"compressor": "lossless", "rounding": "stochastic"}, "'stochastic'.*supports 'nearest'"),
         ({"compressor": "lossless", "rotation": 32}, "rotation is 32.*'lossless' does not support"),

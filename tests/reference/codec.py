@@ -11,7 +11,7 @@ from typing import Any, TypedDict, Unpack
 import numpy as np
 import numpy.typing as npt
 
-from . import lossless
+from . import entropy, lossless
 from .buckets import decode_rows, encode_rows, record_bytes
 from .philox import noise
 from .rotation import rotate
@@ -31,6 +31,7 @@ class Knobs(TypedDict, total=False):
     value_bits: int
     rotation: int
     clip: bool
+    rate: float
     skip_incomplete_buckets: bool
 
 
@@ -92,7 +93,7 @@ def _split(numel: int, settings: Settings) -> tuple[int, int]:
 
 def _raw_tail(numel: int, settings: Settings) -> int:
     """Return the number of last elements that are sent exactly."""
-    buckets = settings.grain > 1 and settings.compressor != "lossless"
+    buckets = settings.grain > 1 and settings.compressor not in ("lossless", "entropy")
     if settings.skip_incomplete_buckets and buckets:
         return _split(numel, settings)[1]
     return 0
@@ -104,6 +105,8 @@ def message_bytes(numel: int, settings: Settings) -> int:
         return numel * settings.dtype.itemsize
     if settings.compressor == "lossless":  # the most
         return numel * settings.dtype.itemsize - (-numel // settings.grain)
+    if settings.compressor == "entropy":  # the most
+        return entropy.most_bytes(numel, settings.rate)
     if raw := _raw_tail(numel, settings):
         inner = replace(settings, skip_incomplete_buckets=False)
         return message_bytes(numel - raw, inner) + raw * settings.dtype.itemsize
@@ -125,6 +128,8 @@ def encode(
         return _encode_exact(values, settings)
     if settings.compressor == "lossless":
         return lossless.encode(_raw(values, settings))
+    if settings.compressor == "entropy":
+        return entropy.encode(widen(values), settings.rate, settings.mode, first_index, noise_of)
     if raw := _raw_tail(len(values), settings):
         inner = replace(settings, skip_incomplete_buckets=False)
         whole = values[: len(values) - raw]
@@ -154,6 +159,8 @@ def decode(
         return widen(np.frombuffer(message, settings.dtype))
     if settings.compressor == "lossless":
         return widen(lossless.decode(message, numel, settings.dtype))
+    if settings.compressor == "entropy":
+        return entropy.decode(message, numel)
     if raw := _raw_tail(numel, settings):
         inner = replace(settings, skip_incomplete_buckets=False)
         cut = len(message) - raw * settings.dtype.itemsize

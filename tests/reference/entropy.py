@@ -19,16 +19,20 @@ from .entropy_symbols import (
     unpack,
 )
 from .philox import noise
+from .settings import ENTROPY_BLOCK
 from .values import Float32s
 
-GRAIN = 65536
 _CONSTANT, _FIXED, _CODED = 0, 1, 2
 _VALUE, _EXTRA, _DITHERED = 0x04, 0x40, 0x80  # flags of the first byte
 _SMALLEST_CODED = 128  # values
 _LEAST_BYTES = 12
 
 
-def most_bytes(numel: int, rate: int) -> int:
+def _billionths(rate: float) -> int:
+    return round(rate * 10**9)
+
+
+def most_block_bytes(numel: int, rate: int) -> int:
     """Return the largest size of a block. rate: in billionths."""
     return numel * rate * 102 // (8 * 10**11) + 16
 
@@ -94,7 +98,7 @@ def _fixed(x: Float32s, width: int, dither: int | None) -> bytes:
 def encode_block(
     x: Float32s, rate: int, rounding: str, first_index: int, noise_of: tuple[int, int, int]
 ) -> bytes:
-    """Encode at most GRAIN values. rate: in billionths."""
+    """Encode the values of a block. rate: in billionths."""
     numel = len(x)
     if numel == 0:
         return b""
@@ -115,13 +119,12 @@ def encode_block(
     wanted = 8 * _wanted_bytes(numel, rate)
     search = Search(x, rate, wanted, overhead, dithered=dithered)
     key = search.run(lambda parts: _size(parts, dithered=dithered))
-    encode_block.passes = search.passes
     move = OCTAVE // 4
     while True:
         shift = 0 if dithered else search.shift(key)
         grid = replace(search.grid, key=key, shift=shift, dither=dither)
         block = _coded(parts_of(x, search.at, grid, search.width), grid)
-        if len(block) <= most_bytes(numel, rate):
+        if len(block) <= most_block_bytes(numel, rate):
             return block
         if key >= search.highest:
             return bytes([_CONSTANT])
@@ -164,3 +167,36 @@ def decode_block(block: bytes, numel: int) -> Float32s:
     parts = Parts(width, symbols, low, unpack(extra, widths), widths)
     exact = parts.extra.astype(np.uint32).view(np.float32)
     return np.where(symbols == EXACT, exact, grid.values(levels_of(parts), at))
+
+
+# ---- messages ------------------------------------------------------------------------------------
+
+
+def most_bytes(numel: int, rate: float) -> int:
+    """Return the largest size of encoded values, without the lengths of blocks."""
+    sizes = [min(ENTROPY_BLOCK, numel - at) for at in range(0, numel, ENTROPY_BLOCK)]
+    return sum(most_block_bytes(size, _billionths(rate)) for size in sizes)
+
+
+def encode(
+    x: Float32s, rate: float, rounding: str, first_index: int, noise_of: tuple[int, int, int]
+) -> bytes:
+    """Encode any number of values: each block after its length."""
+    parts = []
+    for at in range(0, len(x), ENTROPY_BLOCK):
+        values = x[at : at + ENTROPY_BLOCK]
+        block = encode_block(values, _billionths(rate), rounding, first_index + at, noise_of)
+        parts.append(len(block).to_bytes(4, "little") + block)
+    return b"".join(parts)
+
+
+def decode(message: bytes, numel: int) -> Float32s:
+    """Invert encode()."""
+    parts, at = [np.empty(0, np.float32)], 0
+    for first in range(0, numel, ENTROPY_BLOCK):
+        length = int.from_bytes(message[at : at + 4], "little")
+        block = message[at + 4 : at + 4 + length]
+        parts.append(decode_block(block, min(ENTROPY_BLOCK, numel - first)))
+        at += 4 + length
+    assert at == len(message)
+    return np.concatenate(parts)

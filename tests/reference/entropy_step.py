@@ -149,9 +149,7 @@ class Search:
         slope = self.slope(key)
         bracket = Bracket(self.lowest, self.highest)
         near = max(16, n >> 8)
-        self.passes = 0
         for turn in range(8):
-            self.passes += 1
             grid = replace(self.grid, key=key)
             above = size(parts_of(self.x, self.at, grid, self.width)) - self.wanted
             if -near * (1 if turn == 0 else 2) <= above <= near:

@@ -79,7 +79,7 @@ class Grid:
                 x = (q + (np.float32(0.5) - self.noise(at))) * step
                 return np.clip(x, -_LARGEST, _LARGEST)
             x = np.minimum((np.abs(q) - np.float32(self.shift / 256)) * step, _LARGEST)
-        return np.where(levels == 0, np.float32(0), np.copysign(x, q))
+        return np.where(levels == 0, 0, np.copysign(x, q)).astype(np.float32)
 
 
 @dataclass(frozen=True)

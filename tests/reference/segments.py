@@ -41,6 +41,7 @@ class Segment:
     value_bits: int = EXACT_BITS
     rotation: int = 0
     clip: bool = False
+    rate: float = 2.0
     rounding: RoundingMode | None = None
     gather_bits: int | None = None
 
@@ -57,6 +58,7 @@ class Segment:
             self.value_bits,
             self.rotation,
             self.clip,
+            self.rate,
             skip_incomplete_buckets,
             dtype,
         )

@@ -13,8 +13,8 @@ Compressor = Literal[
     "uniform", "levels", "sign", "onebit", "ternary", "qsgd", "half", "topk", "randk",
     "entropy", "lossless",
 ]  # fmt: skip
-LOSSLESS_BLOCK = 16384
-# Compressors with one rounding; "uniform" and "half" support several.
+LOSSLESS_BLOCK, ENTROPY_BLOCK = 16384, 65536
+# Compressors with one rounding; "uniform", "half" and "entropy" support several.
 _ALWAYS: dict[Compressor, RoundingMode] = {
     "levels": "nearest",
     "sign": "nearest",
@@ -41,6 +41,7 @@ class Settings:
     value_bits: int = EXACT_BITS
     rotation: int = 0
     clip: bool = False
+    rate: float = 2.0
     skip_incomplete_buckets: bool = False
     dtype: np.dtype[Any] = FLOAT32
 
@@ -68,6 +69,8 @@ class Settings:
         """A message can be split at multiples of this number of elements."""
         if self.compressor == "lossless" and not self.exact:
             return LOSSLESS_BLOCK
+        if self.compressor == "entropy" and not self.exact:
+            return ENTROPY_BLOCK
         return 1 if self.exact or self.compressor == "half" else self.bucket_size
 
     def share(self, numel: int) -> int:

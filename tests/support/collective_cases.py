@@ -63,6 +63,7 @@ class Case:
     value_bits: int | None = None
     rotation: int | None = None
     clip: bool = False
+    rate: float | None = None
     feedback: bool = False
 
     def seed(self, rank: int) -> int:
@@ -182,6 +183,8 @@ def of_compressors() -> Iterator[dict[str, Any]]:
     yield from ({"compressor": name} for name in names)
     yield {"compressor": "ternary", "clip": True}
     yield {"compressor": "lossless"}
+    for rate, rounding in ((None, "nearest"), (0.5, "nearest"), (3.4, "shift")):
+        yield {"compressor": "entropy", "rate": rate, "rounding": rounding}
     yield from (
         {"compressor": "half", "rounding": rounding} for rounding in ("nearest", "stochastic")
     )
@@ -283,6 +286,9 @@ def _compressors() -> list[Case]:
         add(70_000, 512, op=op, algorithm=algorithm, special="large", compressor="lossless")
     for verb in ("reduce_scatter", "all_gather"):
         add(50_000, 512, verb=verb, compressor="lossless")
+        add(70_000, 512, verb=verb, compressor="entropy", rounding="nearest")
+    for algorithm in ("one_shot", "sra", "ring"):
+        add(140_000, 512, algorithm=algorithm, compressor="entropy", rounding="nearest")
     gathered: tuple[tuple[Compressor, int, int], ...] = (
         ("levels", 2, 4), ("qsgd", 4, 8), ("topk", 4, 32), ("onebit", 4, 32), ("half", 4, 32),
     )  # fmt: skip
@@ -308,7 +314,7 @@ SETS = {
 
 def has_rounding(case: Case) -> bool:
     """Return whether the compressor supports several roundings."""
-    return case.compressor in ("uniform", "half")
+    return case.compressor in ("uniform", "half", "entropy")
 
 
 def inputs(case: Case, rank: int, world_size: int) -> npt.NDArray[Any]:
@@ -375,6 +381,7 @@ def config_of(case: Case) -> Config:
         value_bits=case.value_bits,
         rotation=case.rotation,
         clip=case.clip,
+        rate=case.rate,
     )
 
 
@@ -432,6 +439,7 @@ def expected(
             case.value_bits or 32,
             case.rotation or 0,
             case.clip,
+            case.rate or 2.0,
         )
     ]
     options: dict[str, Any] = {

@@ -26,7 +26,7 @@ DTYPES: dict[str, Any] = {
 }
 COMPRESSORS = (
     "uniform", "levels", "sign", "onebit", "ternary", "qsgd", "half", "topk", "randk",
-    "lossless",
+    "entropy", "lossless",
 )  # fmt: skip
 
 
@@ -38,6 +38,8 @@ def _rows() -> list[dict[str, Any]]:
     rows += [{"compressor": name} for name in ("sign", "onebit", "ternary", "half", "lossless")]
     rows += [{"compressor": "ternary", "clip": True}]
     rows += [{"compressor": "half", "rounding": "stochastic"}]
+    rows += [{"compressor": "entropy", "rate": rate} for rate in (0.25, 1.0, 3.4, 8.0)]
+    rows += [{"compressor": "entropy", "rate": 2.0, "rounding": "shift"}]
     for value_bits in (1, 2, 3, 4, 5, 6, 7, 8, 16):
         rows.append({"compressor": "topk", "density": 0.07, "value_bits": value_bits})
     for name, density in itertools.product(("topk", "randk"), (1e-9, 0.01, 0.3, 1.0)):
@@ -61,6 +63,11 @@ DISAGREE: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {"compressor": "topk", "value_bits": 16},
         {"compressor": "topk", "value_bits": 8},
         "value_bits 16 against 8",
+    ),
+    "rate": (
+        {"compressor": "entropy"},
+        {"compressor": "entropy", "rate": 3.4},
+        "rate None against 3.4",
     ),
     "rotation": ({"rotation": 32}, {"rotation": 64}, "rotation 32 against 64"),
     "clip": (
@@ -89,7 +96,7 @@ def settings_of(row: dict[str, Any], bucket_size: int, **more: Any) -> Config:
 
 def grain_of(row: dict[str, Any], bucket_size: int) -> int:
     """Return a number of elements whose multiples are valid first indices."""
-    return 16384 if row.get("compressor") == "lossless" else bucket_size
+    return {"lossless": 16384, "entropy": 65536}.get(row.get("compressor", ""), bucket_size)
 
 
 def reference_knobs(row: dict[str, Any]) -> dict[str, Any]:

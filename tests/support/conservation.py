@@ -34,6 +34,8 @@ FED_BACK: list[dict[str, Any]] = [
     *({"compressor": "topk", "density": 0.05, "value_bits": bits} for bits in (32, 16, 4, 1)),
     {"compressor": "topk", "bucket_size": 5000},
     {"compressor": "randk", "density": 0.2},
+    *({"compressor": "entropy", "rate": rate} for rate in (0.25, 1.0, 4.0)),
+    {"compressor": "entropy", "rate": 3.0, "rounding": "shift"},
     *({"compressor": "levels", "bits": 2, "rotation": size} for size in (4, 32)),
     {"compressor": "onebit", "skip_incomplete_buckets": True},
 ]
