@@ -1,7 +1,8 @@
 // The representations of values in a message: unchanged, in 16 bits, or in buckets. A bucket is a
-// header and a field of short codes. The arithmetic of each format is in a file of its name in
-// kernel/cpu, and for GPUs in kernel/cuda/uniform.h and formats.h.
-// docs/reference/compressor_formats.md defines it.
+// header and a field of short codes. In block formats, the field is a sequence of blocks, each a
+// scale and its codes. The arithmetic of each format is in a file of its name in kernel/cpu, and
+// for GPUs in kernel/cuda/uniform.h and formats.h; that of block formats is in kernel/elements.h,
+// mx.h and nvfp4.h. docs/reference/compressor_formats.md and block_formats.md define it.
 #pragma once
 
 #include <cstdint>
@@ -19,17 +20,34 @@ enum class BucketFormat : uint8_t {
   kTernary,     // {bf16 scale}; -1, 0, 1, five per byte
   kQsgd,        // {bf16 norm}; sign and level
   kMagnitudes,  // {bf16 lowest, bf16 highest magnitude}; sign and level of the magnitude
+  kMxfp8,       // {}; blocks of 32: {e8m0 scale}; e4m3
+  kMxfp8E5m2,   // {}; blocks of 32: {e8m0 scale}; e5m2
+  kMxfp4,       // {}; blocks of 32: {e8m0 scale}; e2m1
+  kNvfp4,       // {fp32 scale}; blocks of 16: {e4m3 scale}; e2m1
 };
+
+CGX_HD constexpr bool has_blocks(BucketFormat format) { return format >= BucketFormat::kMxfp8; }
+// Values that share a scale of one byte. Blocks are counted from the start of a bucket.
+CGX_HD constexpr int block_numel(BucketFormat format) {
+  return format == BucketFormat::kNvfp4 ? 16 : 32;
+}
+// The size of buckets without a header, which does not affect the bytes: a multiple of a block.
+inline constexpr int64_t kBucketOfBlocks = 512;
 
 CGX_HD constexpr int64_t header_bytes(BucketFormat format) {
   if (format == BucketFormat::kUniform) return 8;
+  if (has_blocks(format)) return format == BucketFormat::kNvfp4 ? 4 : 0;
   return format == BucketFormat::kOnebit || format == BucketFormat::kMagnitudes ? 4 : 2;
 }
 
-// ceil(numel * bits / 8), or ceil(numel / 5) for trits. Cannot overflow unless the result does.
+// ceil(numel * bits / 8), plus a byte per block; or ceil(numel / 5) for trits. Cannot overflow
+// unless the result does.
 CGX_HD constexpr int64_t field_bytes(BucketFormat format, int64_t numel, int bits) {
   if (format == BucketFormat::kTernary) return numel / 5 + (numel % 5 != 0);
-  return numel / 8 * bits + (numel % 8 * bits + 7) / 8;
+  const int64_t codes = numel / 8 * bits + (numel % 8 * bits + 7) / 8;
+  if (!has_blocks(format)) return codes;
+  const int block = block_numel(format);
+  return codes + numel / block + (numel % block != 0);
 }
 
 // Magnitude `level` of the 2^(bits - 1) levels of kLevels: optimal for Gaussian values with a mean

@@ -10,10 +10,13 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "kernel/cpu/blocks-inl.h"
 #include "kernel/cpu/fields-inl.h"
 #include "kernel/cpu/levels-inl.h"
 #include "kernel/cpu/magnitudes-inl.h"
+#include "kernel/cpu/mx-inl.h"
 #include "kernel/cpu/noise-inl.h"
+#include "kernel/cpu/nvfp4-inl.h"
 #include "kernel/cpu/onebit-inl.h"
 #include "kernel/cpu/qsgd-inl.h"
 #include "kernel/cpu/ternary-inl.h"
@@ -37,6 +40,8 @@ namespace {
 //   codes(values, grid, r)      -> codes of sixteen values; r is their noise, or 0.5
 //   values(header, codes)       -> decoded values
 //   kMoves                      whether shift rounding moves its grid: move(grid, r, &header)
+//
+// Block formats have the interface in blocks-inl.h.
 
 // Calls visit(format) with the format of a run.
 template <typename Visit>
@@ -56,10 +61,16 @@ template <typename Visit>
       return with_bits<2, 8>(run.bits, [&](auto bits) { visit(Qsgd<bits()>{}); });
     case BucketFormat::kMagnitudes:
       return with_bits<2, 8>(run.bits, [&](auto bits) { visit(Magnitudes<bits()>{}); });
+    case BucketFormat::kMxfp8:
+      return visit(Mx<BucketFormat::kMxfp8>{});
+    case BucketFormat::kMxfp8E5m2:
+      return visit(Mx<BucketFormat::kMxfp8E5m2>{});
+    case BucketFormat::kMxfp4:
+      return visit(Mx<BucketFormat::kMxfp4>{});
+    case BucketFormat::kNvfp4:
+      return visit(Nvfp4{});
   }
 }
-
-[[gnu::always_inline]] inline int64_t at_most(int64_t a, int64_t b) { return a < b ? a : b; }
 
 // ---- 2. encode ----
 

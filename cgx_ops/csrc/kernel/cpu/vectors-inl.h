@@ -72,6 +72,28 @@ template <typename Out, typename In, typename F>
 #endif
 }
 
+// The largest of the sixteen lanes.
+[[gnu::always_inline]] inline int32_t largest_lane(const Ints16& from) {
+  const auto larger = [](auto a, auto b) { return a > b ? a : b; };
+  Ints all = from.at[0];
+  for (int i = 1; i < kRegisters; ++i) all = larger(all, from.at[i]);
+#if defined(__AVX512F__)
+  const auto eight = larger(__builtin_shufflevector(all, all, 0, 1, 2, 3, 4, 5, 6, 7),
+                            __builtin_shufflevector(all, all, 8, 9, 10, 11, 12, 13, 14, 15));
+#elif defined(__AVX2__)
+  const Ints eight = all;
+#endif
+#if defined(__AVX2__)
+  auto four = larger(__builtin_shufflevector(eight, eight, 0, 1, 2, 3),
+                     __builtin_shufflevector(eight, eight, 4, 5, 6, 7));
+#else
+  Ints four = all;
+#endif
+  four = larger(four, __builtin_shufflevector(four, four, 2, 3, 0, 1));
+  four = larger(four, __builtin_shufflevector(four, four, 1, 0, 3, 2));
+  return four[0];
+}
+
 // ---- 2. memory ----
 
 // Register by register: GCC copies a whole struct in smaller steps through the stack.
