@@ -1,6 +1,6 @@
-// Buckets of any format, as in kernel/cpu (one file per format). Here a lane processes eight values
-// at a time, and the format is known only at run time. Fields in registers hold eight contiguous
-// codes; trits take two bits there (trits.h packs them).
+// Buckets of any format without blocks, as in kernel/cpu (one file per format). Here a lane
+// processes eight values at a time, and the format is known only at run time. Fields in registers
+// hold eight contiguous codes; trits take two bits there (trits.h packs them).
 //
 //   1. headers as bytes
 //   2. properties of a bucket -> its grid
@@ -31,13 +31,14 @@ CGX_LANE int code_bits(const Coding& coding) {
 CGX_LANE uint64_t word_of_header(const Header& header, const Coding& coding) {
   if (coding.format == BucketFormat::kUniform)
     return uint64_t{bits_of(header.second)} << 32 | bits_of(header.first);
+  if (has_blocks(coding.format)) return bits_of(header.first);
   return uint32_t{round_to_bfloat16(header.second)} << 16 | round_to_bfloat16(header.first);
 }
 
 // Stores a header right-aligned in the room at `room`.
 CGX_LANE void store_header(std::byte* room, const Header& header, const Coding& coding) {
   const auto bytes = static_cast<int>(header_bytes(coding));
-  store_field(room + kHeaderRoom - bytes, word_of_header(header, coding), bytes);
+  if (bytes > 0) store_field(room + kHeaderRoom - bytes, word_of_header(header, coding), bytes);
 }
 
 // Bytes beyond the header are arbitrary.
@@ -45,6 +46,7 @@ CGX_LANE Header header_of_word(uint64_t word, const Coding& coding) {
   const auto low = static_cast<uint32_t>(word);
   if (coding.format == BucketFormat::kUniform)
     return {float_of(low), float_of(static_cast<uint32_t>(word >> 32))};
+  if (has_blocks(coding.format)) return {float_of(low), 0.0f};
   const bool two = header_bytes(coding) == 4;
   return {float_of(low << 16), two ? float_of(low & 0xffff0000u) : 0.0f};
 }

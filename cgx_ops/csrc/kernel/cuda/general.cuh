@@ -38,9 +38,11 @@ __global__ void __launch_bounds__(Group::kLanes, least_blocks<Format, Group, Lau
 }
 
 template <Formats kFormats>
-using FormatOf =
-    std::conditional_t<kFormats == Formats::kPlain, UniformFormat,
-                       std::conditional_t<kFormats == Formats::kAny, AnyFormat, SparseFormat>>;
+using BucketsOf = std::conditional_t<kFormats == Formats::kAny, AnyFormat, BlocksFormat>;
+template <Formats kFormats>
+using FormatOf = std::conditional_t<
+    kFormats == Formats::kPlain, UniformFormat,
+    std::conditional_t<kFormats == Formats::kSparse, SparseFormat, BucketsOf<kFormats>>>;
 
 template <Formats kFormats, typename Launch>
 const void* general_kernel(Dtype dtype, Takers takers) {

@@ -27,6 +27,7 @@ template <typename Launch>
 const void* general_kernel_of(Formats formats, Dtype dtype, Takers takers) {
   if (formats == Formats::kPlain) return general_kernel<Formats::kPlain, Launch>(dtype, takers);
   if (formats == Formats::kAny) return general_kernel<Formats::kAny, Launch>(dtype, takers);
+  if (formats == Formats::kBlocks) return general_kernel<Formats::kBlocks, Launch>(dtype, takers);
   return general_kernel<Formats::kSparse, Launch>(dtype, takers);
 }
 
@@ -57,7 +58,8 @@ void load(const void* kernel) {
 template <typename Launch>
 void load_all() {
   for (const Dtype dtype : {Dtype::kFloat32, Dtype::kFloat16, Dtype::kBfloat16}) {
-    for (const Formats formats : {Formats::kPlain, Formats::kAny, Formats::kSparse})
+    for (const Formats formats :
+         {Formats::kPlain, Formats::kAny, Formats::kSparse, Formats::kBlocks})
       for (const Takers takers : {Takers::kWarps, Takers::kBlocks})
         load(general_kernel_of<Launch>(formats, dtype, takers));
     aligned::for_variants([&](const aligned::Variant& variant) {

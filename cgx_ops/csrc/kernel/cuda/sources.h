@@ -7,6 +7,7 @@
 
 #include <cstdint>
 
+#include "kernel/cuda/blocks.h"
 #include "kernel/cuda/formats.h"
 #include "kernel/cuda/memory.h"
 #include "kernel/cuda/rotate.h"
@@ -90,6 +91,7 @@ struct OwnValues {
 template <typename Value, typename Format, typename Group>
 struct SumOfRanks {
   static constexpr int kWidth = sizeof(typename Value::Bits);
+  static constexpr bool kBlocks = Format::kFormats == Formats::kBlocks;
 
   Group& group;
   std::byte* buffer;
@@ -208,24 +210,32 @@ struct SumOfRanks {
 
   // The offset of an element's codes in a bucket's field. Groups of trits are read as a whole.
   CGX_LANE int64_t field_at(int64_t element) const {
+    if constexpr (kBlocks) return field_bytes(element, coding);
     if (coding.format == BucketFormat::kTernary) return trit_group_at(element);
     return element / kUnit * coding.bits;
   }
   CGX_LANE int64_t field_end(int64_t element) const {
-    if (coding.format == BucketFormat::kTernary)
+    if (!kBlocks && coding.format == BucketFormat::kTernary)
       element = at_most(bucket_numel, (element + kTrits - 1) / kTrits * kTrits);
     return field_bytes(element, coding);
   }
 
-  // Loads unit `first` of the tile that begins at `start`, from a record at offset `at` of the
-  // buffer.
-  CGX_LANE uint64_t load_codes(const Arrival& from, int at, int64_t start, int first,
-                               int count) const {
+  // Loads and decodes unit `first` of the tile that begins at `start`, from a record at offset `at`
+  // of the buffer.
+  CGX_LANE Unit decode_unit(const typename Format::Decoder& decoder, const Arrival& from, int at,
+                            int64_t start, int first, int count) const {
     const auto header = static_cast<int>(header_bytes(coding));
     const int field = at + from.apart + misalignment(from.run, 16) + (from.apart ? 0 : header);
-    if (coding.format == BucketFormat::kTernary)
-      return load_trits(buffer, field, trit_group_at(start), start + first, bucket_numel, count);
-    return load_field(buffer, field + first / kUnit * coding.bits, coding.bits);
+    if constexpr (kBlocks) {
+      const UnitInField unit = unit_in_field(first, coding);
+      const float scale = decoder.scale_of_byte(load<uint8_t>(buffer + field + unit.scale));
+      return decoder.decode(load_field(buffer, field + unit.codes, coding.bits), scale);
+    } else {
+      if (coding.format == BucketFormat::kTernary)
+        return decoder.decode(
+            load_trits(buffer, field, trit_group_at(start), start + first, bucket_numel, count));
+      return decoder.decode(load_field(buffer, field + first / kUnit * coding.bits, coding.bits));
+    }
   }
 
   CGX_LANE typename Format::Decoder decoder_of(const Arrival& from, int at) const {
@@ -239,7 +249,7 @@ struct SumOfRanks {
     if (from.header) {
       const auto decoder = decoder_of(from, at);
       for_units<Group::kLanes>(lane, numel, [&](int u, int first, int count) {
-        add_to(&tile->units[u], decoder.decode(load_codes(from, at, start, first, count)));
+        add_to(&tile->units[u], decode_unit(decoder, from, at, start, first, count));
       });
       return;
     }
@@ -269,7 +279,7 @@ struct SumOfRanks {
       group.each([&](int lane) {
         const auto decoder = decoder_of(from, at);
         for_units<Group::kLanes>(lane, numel, [&](int, int first, int count) {
-          store_floats(buffer + 4 * first, decoder.decode(load_codes(from, at, 0, first, count)));
+          store_floats(buffer + 4 * first, decode_unit(decoder, from, at, 0, first, count));
         });
       });
       rotate</*kBack=*/true>(group, buffer, numel, coding.rotation_log);

@@ -10,6 +10,7 @@
 #include <cstdint>
 
 #include "kernel/cuda/addresses.h"
+#include "kernel/cuda/blocks.h"
 #include "kernel/cuda/formats.h"
 #include "kernel/cuda/launches.h"
 #include "kernel/cuda/memory.h"
@@ -147,12 +148,17 @@ template <typename Value, typename Format, typename Group>
 CGX_LANE void write_tile(Group& group, std::byte* buffer, const Target& target,
                          const Coding& coding, const Making<Format>& making, int64_t start,
                          int length, typename Group::template Lanes<Tile>& tile) {
-  const bool trits = coding.format == BucketFormat::kTernary;
+  constexpr bool kBlocks = Format::kFormats == Formats::kBlocks;
+  const bool trits = !kBlocks && coding.format == BucketFormat::kTernary;
   // The field is built after the room for the header. Trits are packed from bytes that are built
   // there.
   std::byte* const stage = buffer + Layout<Group>::kStageAt;
   std::byte* const made = trits ? buffer + Layout<Group>::kScratchAt : stage;
   const int noise_at = making.noisy ? make_noise_of_tile(group, buffer, target, start, length) : 0;
+  typename Group::template Lanes<ScalesOfUnits> scales;
+  if constexpr (kBlocks)
+    find_scales(group, buffer + Layout<Group>::kScratchAt, making.encoder, coding, length, tile,
+                scales);
   group.each([&](int lane) {
     if (start == 0 && lane == 0 && !trits) store_header(made, making.header, coding);
     std::byte* scratch = buffer + Layout<Group>::kScratchAt + lane * kUnitBytes<Value>;
@@ -163,16 +169,26 @@ CGX_LANE void write_tile(Group& group, std::byte* buffer, const Target& target,
         const float r = making.rounder;
         Unit noise{{r, r, r, r, r, r, r, r}};
         if (making.noisy) noise = noise_of_unit(buffer, noise_at + at);
-        field = making.encoder.encode(values, noise, count);
+        if constexpr (kBlocks)
+          field = making.encoder.encode(values, noise, count, scales[lane].at[u], making.noisy);
+        else
+          field = making.encoder.encode(values, noise, count);
       }
       std::byte* const to = stage + kHeaderRoom;
-      if (trits) {
+      if constexpr (kBlocks) {
+        store_in_block(to, at, field, scales[lane].at[u].byte, coding);
+      } else if (trits) {
         store_field(to + at, spread_trits(field), kUnit);
       } else {
         store_field(to + at / kUnit * coding.bits, field, coding.bits);
       }
       if (!target.result && !target.residual) return;
-      Unit decoded = typename Format::Decoder(making.header, coding).decode(field);
+      const typename Format::Decoder decoder(making.header, coding);
+      Unit decoded;
+      if constexpr (kBlocks)
+        decoded = decoder.decode(field, scales[lane].at[u].value);
+      else
+        decoded = decoder.decode(field);
       CGX_UNROLL
       for (float& x : decoded.at) x = with_one_nan(x);
       if (coding.rotation_log != 0) {

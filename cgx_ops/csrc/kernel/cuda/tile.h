@@ -17,7 +17,8 @@ template <typename Group>
 struct Layout {
   static constexpr int kTile = tile_numel(Group::kLanes);
   static constexpr int kNoise = 2 * (kTile + kNoiseBlock);
-  static constexpr int kStage = static_cast<int>(kHeaderRoom) + kTile + kWindow + 8;
+  // The part of a record has at most a byte per value, and one per block.
+  static constexpr int kStage = static_cast<int>(kHeaderRoom) + kTile + kTile / 16 + kWindow + 8;
   static constexpr int kStageAt = kNoise, kScratchAt = kNoise + kStage;
   // A bucket of 512 values and seven messages of 4 bits fit into 8 bytes per value.
   static constexpr int kArriving = (Group::kLanes == kWarpLanes ? 32 : 21) * kTile / 4;

@@ -121,12 +121,14 @@ inline Takers takers_of(const Piece& piece) {
 }
 static_assert(tile_numel(kBlockLanes) == kMostWholeOnDevices);
 
-// The general kernels: for uniform buckets and uncompressed values, for any format, for sparse
-// buckets.
-enum class Formats { kPlain, kAny, kSparse };
+// The general kernels: for uniform buckets and uncompressed values, for any format without blocks,
+// for sparse buckets, for block formats.
+enum class Formats { kPlain, kAny, kSparse, kBlocks };
 
 inline Formats formats_of(const Piece& piece) {
   if (is_sparse(piece.coding) || is_sparse(piece.reduced_coding)) return Formats::kSparse;
+  if (has_blocks(piece.coding.format) || has_blocks(piece.reduced_coding.format))
+    return Formats::kBlocks;
   return is_plain(piece.coding) && is_plain(piece.reduced_coding) ? Formats::kPlain : Formats::kAny;
 }
 

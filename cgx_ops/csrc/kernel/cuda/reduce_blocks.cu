@@ -1,0 +1,8 @@
+// General Reduce kernels for block formats.
+#include "kernel/cuda/general.cuh"
+
+namespace cgx::device::cuda {
+
+template const void* general_kernel<Formats::kBlocks, Reduce>(Dtype dtype, Takers takers);
+
+}  // namespace cgx::device::cuda
