@@ -20,7 +20,7 @@ from cgx_ops.errors import InvalidArgument
 
 Compressor = Literal[
     "uniform", "levels", "sign", "onebit", "ternary", "qsgd", "half", "topk", "randk",
-    "entropy", "lossless",
+    "entropy", "lossless", "mxfp8", "mxfp8_e5m2", "mxfp4", "nvfp4",
 ]  # fmt: skip
 Rounding = Literal["stochastic", "nearest", "shift"]
 Algorithm = Literal["auto", "one_shot", "sra", "ring", "hierarchical", "by_hosts"]
@@ -63,7 +63,7 @@ class Config:
             have a fixed width. 32 sends values exact with any compressor. cgx_ops.bits_for()
             measures which bits are fastest.
         bucket_size: Elements that share one scale: a minimum and a step, a norm, or a top-k
-            selection.
+            selection. The "mx" compressors ignore it.
         rounding: "stochastic" is unbiased; "nearest" has half the worst error; "shift" is unbiased
             with the error of "nearest": each bucket's grid is moved by a random fraction of a step
             (dithering; QSDP, Markov et al., ICML 2023). None: the default of the compressor, which
@@ -76,8 +76,8 @@ class Config:
         skip_incomplete_buckets: Whether an incomplete last bucket is sent exact.
         minimal_size: Tensors with fewer than max(16, minimal_size) elements are sent exact.
         compressor: The compression method: "uniform", "levels", "sign", "onebit", "ternary",
-            "qsgd", "half", "topk", "randk", "entropy" or "lossless". The page "Compressors" of the
-            reference has the bytes and the error of each.
+            "qsgd", "half", "topk", "randk", "entropy", "lossless", "mxfp8", "mxfp8_e5m2", "mxfp4"
+            or "nvfp4". The page "Compressors" of the reference has the bytes and the error of each.
         density: The share of values that "topk" and "randk" send: more than 0, at most 1. None:
             0.01.
         value_bits: Bits of the values that "topk" sends: 1-8, 16 or 32. None: 32 (exact).
@@ -87,7 +87,7 @@ class Config:
         clip: Whether "ternary" clips values at 2.5 times the root mean square of their bucket.
         error_feedback: Whether training steps add the quantization error of a gradient to the next
             step's gradient. None: yes if the encoding is biased ("uniform" with nearest rounding,
-            "levels", "onebit", "topk", "randk", "entropy").
+            "levels", "onebit", "topk", "randk", "entropy", the block formats).
         residual_decay: With error feedback, the factor of the residual: more than 0, at most 1.
             Less than 1 discards a part of it; MergeComp uses 0.9.
 

@@ -18,11 +18,21 @@ constexpr ConfigWord kRoundings[] = {{"nearest", CGX_NEAREST},
                                      {"stochastic", CGX_STOCHASTIC},
                                      {"shift", CGX_SHIFT},
                                      {"None", CGX_CODECS_OWN, false}};
-constexpr ConfigWord kCompressors[] = {
-    {"uniform", CGX_UNIFORM}, {"levels", CGX_LEVELS},    {"sign", CGX_SIGN},
-    {"onebit", CGX_ONEBIT},   {"ternary", CGX_TERNARY},  {"qsgd", CGX_QSGD},
-    {"half", CGX_HALF},       {"topk", CGX_TOPK},        {"randk", CGX_RANDK},
-    {"entropy", CGX_ENTROPY}, {"lossless", CGX_LOSSLESS}};
+constexpr ConfigWord kCompressors[] = {{"uniform", CGX_UNIFORM},
+                                       {"levels", CGX_LEVELS},
+                                       {"sign", CGX_SIGN},
+                                       {"onebit", CGX_ONEBIT},
+                                       {"ternary", CGX_TERNARY},
+                                       {"qsgd", CGX_QSGD},
+                                       {"half", CGX_HALF},
+                                       {"topk", CGX_TOPK},
+                                       {"randk", CGX_RANDK},
+                                       {"entropy", CGX_ENTROPY},
+                                       {"lossless", CGX_LOSSLESS},
+                                       {"mxfp8", CGX_MXFP8},
+                                       {"mxfp8_e5m2", CGX_MXFP8_E5M2},
+                                       {"mxfp4", CGX_MXFP4},
+                                       {"nvfp4", CGX_NVFP4}};
 constexpr ConfigWord kAlgorithms[] = {
     {"auto", CGX_AUTO}, {"one_shot", CGX_ONE_SHOT},         {"sra", CGX_SRA},
     {"ring", CGX_RING}, {"hierarchical", CGX_HIERARCHICAL}, {"by_hosts", CGX_BY_HOSTS}};
@@ -99,7 +109,7 @@ constexpr ConfigField kTable[] = {
      .by_default = CGX_UNIFORM,
      .words = kCompressors,
      .accepted = "one of 'uniform', 'levels', 'sign', 'onebit', 'ternary', 'qsgd', 'half', 'topk', "
-                 "'randk', 'entropy', 'lossless'",
+                 "'randk', 'entropy', 'lossless', 'mxfp8', 'mxfp8_e5m2', 'mxfp4', 'nvfp4'",
      .documentation = "how values are encoded"},
     {.name = "density",
      .value = &cgx_config_t::density,

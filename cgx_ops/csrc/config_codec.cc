@@ -69,7 +69,8 @@ CodecSettings settings_of(const cgx_config_t& config, Dtype dtype) {
   CodecSettings settings;
   settings.dtype = dtype;
   settings.bits = static_cast<int>(config.bits);
-  settings.bucket_size = config.bucket_size;
+  const int64_t fixed = compressor_entry(config.compressor).bucket_size;
+  settings.bucket_size = fixed != 0 ? fixed : config.bucket_size;
   settings.skip_incomplete_buckets = config.skip_incomplete_buckets != 0;
   settings.compressor = static_cast<cgx_compressor_t>(config.compressor);
   settings.density = config.density != 0 ? config.density : kHundredth;

@@ -211,12 +211,10 @@ Plan make_plan(const cgx_collective_t& call, int rank, int size, BuffersUsed use
     if (call.residuals) segment.residual = static_cast<std::byte*>(call.residuals[i]);
     // A bucket larger than the segment is reduced to one with the same bytes, whose size cannot
     // overflow.
-    const int64_t bucket_size =
-        config.skip_incomplete_buckets
-            ? std::min(given.bucket_size, given.numel + 1)
-            : std::min(given.bucket_size, std::max<int64_t>(1, given.numel));
     CodecSettings codec = settings_of(config, plan.dtype);
-    codec.bucket_size = bucket_size;
+    const int64_t most =
+        config.skip_incomplete_buckets ? given.numel + 1 : std::max<int64_t>(1, given.numel);
+    codec.bucket_size = std::min(codec.bucket_size, most);
     // Votes are compressed at any size.
     if (config.compressor != CGX_SIGN &&
         given.numel < std::max<int64_t>(CGX_SMALLEST_COMPRESSED, config.minimal_size))

@@ -144,6 +144,7 @@ struct CodecEntry {
   std::vector<std::string_view> knobs = {};
   // Decoded values are those that were encoded.
   bool exact = false;
+  int64_t bucket_size = 0;  // of all buckets; 0: the config's
   // Nearest rounding is biased, so training needs error feedback.
   bool biased = false;
   // Returns why error feedback does not converge with these settings, or "". Null: it converges.

@@ -47,17 +47,21 @@ typedef enum cgx_rounding_t {
  * compressor_formats.md in the same folder those of the others, and docs/explanation/numerics.md
  * their errors. */
 typedef enum cgx_compressor_t {
-  CGX_UNIFORM = 0,  /**< Evenly spaced levels between the minimum and maximum of a bucket. */
-  CGX_LEVELS = 1,   /**< Fixed levels, scaled by the root mean square of a bucket. */
-  CGX_SIGN = 2,     /**< Signs. The sum is a majority vote. */
-  CGX_ONEBIT = 3,   /**< Signs, plus the means of the negative and of the other values. */
-  CGX_TERNARY = 4,  /**< -1, 0 or 1, scaled by the largest magnitude of a bucket. */
-  CGX_QSGD = 5,     /**< Signs and levels, scaled by the norm of a bucket. */
-  CGX_HALF = 6,     /**< 16 bits: bf16 for float32 values. */
-  CGX_TOPK = 7,     /**< The values of largest magnitude in a bucket. */
-  CGX_RANDK = 8,    /**< Values at random indices, which are the same on all ranks. */
-  CGX_ENTROPY = 9,  /**< Evenly spaced levels with codes of variable length. */
-  CGX_LOSSLESS = 10 /**< Uncompressed values whose exponents have codes of variable length. */
+  CGX_UNIFORM = 0,     /**< Evenly spaced levels between the minimum and maximum of a bucket. */
+  CGX_LEVELS = 1,      /**< Fixed levels, scaled by the root mean square of a bucket. */
+  CGX_SIGN = 2,        /**< Signs. The sum is a majority vote. */
+  CGX_ONEBIT = 3,      /**< Signs, plus the means of the negative and of the other values. */
+  CGX_TERNARY = 4,     /**< -1, 0 or 1, scaled by the largest magnitude of a bucket. */
+  CGX_QSGD = 5,        /**< Signs and levels, scaled by the norm of a bucket. */
+  CGX_HALF = 6,        /**< 16 bits: bf16 for float32 values. */
+  CGX_TOPK = 7,        /**< The values of largest magnitude in a bucket. */
+  CGX_RANDK = 8,       /**< Values at random indices, which are the same on all ranks. */
+  CGX_ENTROPY = 9,     /**< Evenly spaced levels with codes of variable length. */
+  CGX_LOSSLESS = 10,   /**< Uncompressed values whose exponents have codes of variable length. */
+  CGX_MXFP8 = 11,      /**< OCP MXFP8 in e4m3: blocks of 32 values share a power of two. */
+  CGX_MXFP8_E5M2 = 12, /**< OCP MXFP8 in e5m2. */
+  CGX_MXFP4 = 13,      /**< OCP MXFP4. */
+  CGX_NVFP4 = 14 /**< NVFP4: 4-bit floats; scales in e4m3 for 16 values, in fp32 for a bucket. */
 } cgx_compressor_t;
 
 /** Whether a training step uses error feedback. */
