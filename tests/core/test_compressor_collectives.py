@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import reference
 from support import launch
-from support.compressor_cases import COMPRESSORS, DISAGREE, DTYPES
+from support.compressor_cases import BLOCK_FORMATS, COMPRESSORS, DISAGREE, DTYPES
 
 from cgx_ops import (
     Communicator,
@@ -40,9 +40,13 @@ def normal(rank: int, numel: int) -> np.ndarray:
 @pytest.mark.parametrize("compressor", COMPRESSORS)
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_nan_and_infinity_reach_every_rank(compressor: Any, bad: float) -> None:
-    """Check that a value on one rank affects its bucket on all ranks, and nothing else."""
+    """Check that a value on one rank affects its bucket on all ranks, and nothing else.
+
+    With the mx formats, which have no header of the bucket, it affects its block.
+    """
     at, bucket_size, numel = 700, 256, 2000
-    in_bucket = np.arange(numel) // bucket_size == at // bucket_size
+    affected = 32 if compressor in BLOCK_FORMATS and compressor != "nvfp4" else bucket_size
+    in_bucket = np.arange(numel) // affected == at // affected
 
     def run(rank: int, comm: Communicator) -> list[Any]:
         results = []
@@ -157,6 +161,8 @@ def test_segments_with_different_compressors() -> None:
         {"bits": 32},
         {"compressor": "ternary", "clip": True},
         {"compressor": "half"},
+        {"compressor": "mxfp8"},
+        {"compressor": "nvfp4", "rounding": "stochastic"},
     ]
     numel = 700
     want_of = [reference.Segment(i * numel, numel, **layer) for i, layer in enumerate(layers)]

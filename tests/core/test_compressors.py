@@ -157,6 +157,10 @@ def test_bytes_match_the_formulas() -> None:
         "onebit": lambda k: 4 + math.ceil(k / 8),
         "ternary": lambda k: 2 + math.ceil(k / 5),
         "half": lambda k: 2 * k,
+        "mxfp8": lambda k: k + math.ceil(k / 32),
+        "mxfp8_e5m2": lambda k: k + math.ceil(k / 32),
+        "mxfp4": lambda k: math.ceil(k / 2) + math.ceil(k / 32),
+        "nvfp4": lambda k: 4 + math.ceil(k / 2) + math.ceil(k / 16),
     }
     for name, size in per_bucket.items():
         compressor, _, bits = name.partition(" ")
@@ -212,7 +216,7 @@ def test_all_nan_are_equal(dtype: str) -> None:
             for name, rounding in (
                 ("levels", "stochastic"), ("sign", "stochastic"), ("onebit", "shift"),
                 ("ternary", "nearest"), ("qsgd", "nearest"), ("half", "shift"),
-                ("topk", "stochastic"), ("randk", "stochastic"),
+                ("topk", "stochastic"), ("randk", "stochastic"), ("mxfp8", "shift"),
             )
         ),
         ({"density": 0.5}, "density is 0.5.*'uniform' does not support.*topk, randk"),
@@ -223,6 +227,7 @@ def test_all_nan_are_equal(dtype: str) -> None:
             ({"compressor": name, "bits": 2}, f"bits is 2; compressor='{name}' has a fixed")
             for name in (
                 "sign", "onebit", "ternary", "half", "topk", "randk", "entropy", "lossless",
+                "mxfp8", "nvfp4",
             )
         ),
         ({"compressor": "levels", "bits": 8}, "bits is 8; with compressor='levels'.* 1 to 4"),
@@ -230,6 +235,8 @@ def test_all_nan_are_equal(dtype: str) -> None:
         ({"compressor": "ternary", "gather_bits": 8}, "gather_bits is 8.*a fixed width"),
         ({"compressor": "levels", "gather_bits": 8}, "gather_bits is 8"),
         ({"compressor": "topk", "intra_bits": 4}, "intra_bits is 4.*a fixed width"),
+        ({"compressor": "mxfp4", "gather_bits": 8}, "gather_bits is 8.*a fixed width"),
+        ({"compressor": "nvfp4", "clip": True}, "clip is True.*belongs to ternary"),
         ({"compressor": "sign", "skip_incomplete_buckets": True}, "incomplete_buckets.*'sign'"),
         ({"compressor": "sign", "gather_bits": 32}, "gather_bits.*'sign'"),
         ({"compressor": "levels", "clip": True}, "clip is True.*belongs to ternary"),

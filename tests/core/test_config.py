@@ -142,6 +142,8 @@ def test_invalid_texts(text: str) -> None:
         (Config(bits=32, rounding="nearest"), False),
         (Config(compressor="half"), False),
         *((Config(compressor=each), True) for each in ("levels", "topk", "randk")),
+        *((Config(compressor=each), True) for each in ("mxfp8", "mxfp8_e5m2", "mxfp4", "nvfp4")),
+        (Config(compressor="mxfp8", rounding="stochastic"), False),
         *((Config(compressor=each), False) for each in ("sign", "ternary", "qsgd")),
     ],
 )

@@ -27,6 +27,14 @@ inline cgx_compressor_t compressor_of(BucketFormat format) {
       return CGX_TERNARY;
     case BucketFormat::kQsgd:
       return CGX_QSGD;
+    case BucketFormat::kMxfp8:
+      return CGX_MXFP8;
+    case BucketFormat::kMxfp8E5m2:
+      return CGX_MXFP8_E5M2;
+    case BucketFormat::kMxfp4:
+      return CGX_MXFP4;
+    case BucketFormat::kNvfp4:
+      return CGX_NVFP4;
     default:
       return CGX_UNIFORM;
   }
@@ -93,6 +101,12 @@ inline std::vector<Coding> codings() {
       {kTernary, 2, true, false, 1},
       {kQsgd, 5, false, false, 3},
       {kUniform, 8, false, false, 10},
+      {kMxfp8, 8},
+      {kMxfp8E5m2, 8},
+      {kMxfp4, 4},
+      {kNvfp4, 4},
+      {kMxfp8, 8, false, false, 4},
+      {kNvfp4, 4, false, false, 6},
       {.bits = kExactBits, .density = 10'000'000},  // these send a part of the values
       {.bits = kHalfBits, .density = kMostDensityOnDevices},
       {.bits = kExactBits, .drawn = true, .density = 30'000'000},

@@ -213,6 +213,10 @@ std::vector<CodecSettings> all_settings() {
   for (const int bits : {1, 2, 3, 4}) add(CGX_LEVELS, bits);
   for (const int bits : {2, 3, 4, 5, 6, 7, 8}) add(CGX_QSGD, bits);
   for (const auto row : {CGX_SIGN, CGX_ONEBIT, CGX_TERNARY, CGX_HALF}) add(row, 4);
+  for (const auto row : {CGX_MXFP8, CGX_MXFP8_E5M2, CGX_MXFP4, CGX_NVFP4}) {
+    add(row, 4);
+    add(row, 4, rotation(32));
+  }
   add(CGX_TERNARY, 4, [](CodecSettings& settings) { settings.clip = true; });
   for (const int bits : {1, 2, 3, 4, 5, 6, 7, 8, 16, 32}) add(CGX_TOPK, 4, value_bits(bits));
   for (const int64_t billionths : {1, 1000000000}) add(CGX_TOPK, 4, density(billionths));

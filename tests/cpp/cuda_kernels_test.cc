@@ -98,6 +98,7 @@ void run_general(const Launch& launch, const Kernel& kernel) {
   };
   if (kernel.formats == Formats::kPlain) return of_format(UniformFormat{});
   if (kernel.formats == Formats::kAny) return of_format(AnyFormat{});
+  if (kernel.formats == Formats::kBlocks) return of_format(BlocksFormat{});
   of_format(SparseFormat{});
 }
 
@@ -203,12 +204,15 @@ std::unique_ptr<Codec> codec(Dtype dtype, const Shape& shape, const Coding& codi
   return test::codec_of(dtype, coding, shape.bucket_size, shape.seed);
 }
 
-// A random encoding that may be combined with `other`. Sparse ones combine with exact values only.
+// A random encoding that may be combined with `other`. Sparse ones and block formats combine with
+// their own kind and with exact values.
 Coding any_coding(int64_t bucket_size, const Coding& other = {}) {
   static const std::vector<Coding> all = test::codings();
   while (true) {
     const Coding& one = all[static_cast<size_t>(pick(static_cast<int64_t>(all.size())))];
-    const bool matches = is_sparse(one) == is_sparse(other) || is_exact(one) || is_exact(other);
+    const bool alike =
+        is_sparse(one) == is_sparse(other) && has_blocks(one.format) == has_blocks(other.format);
+    const bool matches = alike || is_exact(one) || is_exact(other);
     if (matches && (!test::is_whole(one) || bucket_size <= kMostWholeOnDevices)) return one;
   }
 }

@@ -228,7 +228,12 @@ inline std::vector<Case> cases_of_compressors() {
                       {CGX_HALF, CGX_NEAREST, 4, 0, true},
                       {CGX_TOPK, CGX_NEAREST, 4, 0, true, 10'000'000},
                       {CGX_TOPK, CGX_NEAREST, 4, 0, true, 100'000'000, 16},
-                      {CGX_RANDK, CGX_NEAREST, 4, 0, true, 50'000'000}};
+                      {CGX_RANDK, CGX_NEAREST, 4, 0, true, 50'000'000},
+                      {CGX_MXFP8, CGX_STOCHASTIC, 4, 0, true},
+                      {CGX_MXFP8_E5M2, CGX_NEAREST, 4, 0, true},
+                      {CGX_MXFP4, CGX_NEAREST, 4, 32, true},
+                      {CGX_NVFP4, CGX_NEAREST, 4, 0, true},
+                      {CGX_NVFP4, CGX_STOCHASTIC, 4, 64, true}};
   std::vector<Case> all;
   int turn = 0;
   for (const Row& row : rows)

@@ -43,14 +43,14 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   carried.size = 1 + input.below(5);
   carried.rank = input.below(6);
   carried.call = &call;
-  call.config.compressor = input.below(CGX_RANDK + 1);
+  call.config.compressor = input.below(CGX_NVFP4 + 1);
   if (call.config.compressor != CGX_UNIFORM) {  // all other compressors require this
     call.config.rounding = CGX_CODECS_OWN;
     call.config.gather_bits = call.config.skip_incomplete_buckets = 0;
     for (auto& segment : segments) segment.bits = segment.bits == 32 ? 32 : 4;
   }
   // Indices, lengths and seeds in a message may be invalid.
-  const bool may_reject = call.config.compressor >= CGX_TOPK;
+  const bool may_reject = CGX_TOPK <= call.config.compressor && call.config.compressor <= CGX_RANDK;
   int32_t algorithm = 0;
   std::vector<int64_t> scatter(carried.size), gather(carried.size);
   if (cgx_carried_plan(&carried, &algorithm, scatter.data(), gather.data()) != CGX_OK) return 0;

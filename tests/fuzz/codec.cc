@@ -57,15 +57,16 @@ CodecSettings any_settings(Input& input) {
   constexpr int kRotations[] = {0, 0, 2, 32, 1024};
   CodecSettings settings{static_cast<Dtype>(input.below(3)), kBits[input.below(9)],
                          1 + input.number<uint16_t>() % 600, input.flag()};
-  settings.compressor = static_cast<cgx_compressor_t>(input.below(CGX_RANDK + 1));
-  if (input.below(8) == 0) settings.compressor = CGX_LOSSLESS;
+  settings.compressor = static_cast<cgx_compressor_t>(input.below(CGX_NVFP4 + 1));
+  if (settings.compressor == CGX_ENTROPY || input.below(8) == 0) settings.compressor = CGX_LOSSLESS;
   settings.density = 1 + input.number<uint32_t>() % 1000000000;
   settings.value_bits = kValueBits[input.below(10)];
   settings.seed = input.number<uint8_t>();
   if (settings.bits == kExactBits) return settings;
   if (settings.compressor == CGX_LEVELS) settings.bits = 1 + settings.bits % 4;
   if (settings.compressor == CGX_QSGD && settings.bits == 1) settings.bits = 2;
-  if (settings.compressor < CGX_HALF && settings.compressor != CGX_SIGN)
+  const bool sparse = CGX_TOPK <= settings.compressor && settings.compressor <= CGX_RANDK;
+  if (!sparse && settings.compressor != CGX_HALF && settings.compressor != CGX_SIGN)
     settings.rotation = kRotations[input.below(5)];
   return settings;
 }
@@ -92,18 +93,20 @@ void check_decoding(Input& input) {
   };
   decode([&] { codec->decode(message, numel, /*first_index=*/0, to, values.data()); });
   decode([&] { codec->decode_add(message, numel, /*first_index=*/0, sum.data(), sum.data()); });
-  const bool plain = settings.compressor == CGX_UNIFORM && settings.rotation == 0;
+  const bool blocks = CGX_MXFP8 <= settings.compressor && settings.compressor <= CGX_NVFP4;
   if (length != expected || settings.bits == kExactBits || settings.skip_incomplete_buckets ||
-      !plain)
+      settings.rotation != 0 || !(settings.compressor == CGX_UNIFORM || blocks) ||
+      (blocks && to != Dtype::kFloat32))
     return;
-  if (to == Dtype::kFloat32) {
+  if (to == Dtype::kFloat32 && !blocks) {
     for (int64_t i = 0; i < numel; ++i) {
       uint32_t bits;
       std::memcpy(&bits, values.data() + 4 * i, 4);
       FUZZ_CHECK(!is_nan(bits) || bits == kFloat32Nan);
     }
   }
-  const BucketRun run{numel, 0, settings.bucket_size, settings.bits};
+  const Coding coding = codec_entry(settings).device_coding(settings);
+  const BucketRun run{numel, 0, settings.bucket_size, coding.bits, coding.format};
   same_on_all_targets(values.size(), [&](const Kernels& kernels, std::byte* into) {
     kernels.dequantize(message.data(), run, to, into);
   });

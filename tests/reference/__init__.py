@@ -8,6 +8,7 @@ operation); the names follow the documents.
         philox         noise: the seeds of segments and blocks, and the lane of an element
     settings       how a segment's values are encoded
         scales         magnitudes and scales of a bucket
+        blocks         records of buckets: mxfp8, mxfp8_e5m2, mxfp4, nvfp4
     buckets        records of buckets: uniform, levels, sign, onebit, ternary, qsgd
     rotation       Hadamard, before and after
     sparse         topk, randk

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from . import blocks
 from .philox import noise
 from .scales import (
     largest_magnitude,
@@ -253,6 +254,8 @@ def _unpack(field: Bytes, n: int, bits: int) -> Codes:
 
 def record_bytes(n: int, settings: Settings) -> int:
     """Return the bytes of a bucket of n values."""
+    if settings.compressor in blocks.ELEMENTS:
+        return blocks.record_bytes(n, settings.compressor)
     return FORMATS[settings.compressor].header_bytes + field_bytes(n, settings.code_bits)
 
 
@@ -264,7 +267,6 @@ def encode_rows(
     first_index: the index of x[0, 0] in its segment. noise_of: its seed, rank and phase. of: the
     format, if not the compressor's.
     """
-    form = FORMATS[of or settings.compressor]
     index = first_index + np.arange(x.size, dtype=np.int64).reshape(x.shape)
     if settings.mode == "stochastic":
         r = noise(index.ravel(), *noise_of).reshape(x.shape)
@@ -272,6 +274,10 @@ def encode_rows(
         r = noise(index[:, 0], *noise_of)[:, None]  # one for each bucket
     else:
         r = np.full((1, 1), HALF)
+    if settings.compressor in blocks.ELEMENTS:
+        noisy = settings.mode == "stochastic"
+        return blocks.encode_rows(x, r if noisy else None, settings.compressor)
+    form = FORMATS[of or settings.compressor]
     finite = np.isfinite(x).all(axis=1, keepdims=True)
     with np.errstate(all="ignore"):
         header, codes = form.encode(np.where(finite, x, np.float32(0)), r, settings)
@@ -284,6 +290,8 @@ def encode_rows(
 
 def decode_rows(records: Bytes, n: int, settings: Settings, of: str = "") -> Float32s:
     """Decode records of buckets of n elements: fp32, shape (rows, n)."""
+    if settings.compressor in blocks.ELEMENTS:
+        return blocks.decode_rows(records, n, settings.compressor)
     form = FORMATS[of or settings.compressor]
     wire = np.ascontiguousarray(records[:, : form.header_bytes])
     header = wire.view(np.float32) if form.width == 4 else widen(wire.view(BFLOAT16))

@@ -88,7 +88,7 @@ def _encode_half(
 
 def _split(numel: int, settings: Settings) -> tuple[int, int]:
     """Return (whole buckets, elements in the short last bucket)."""
-    return numel // settings.bucket_size, numel % settings.bucket_size
+    return numel // settings.bucket, numel % settings.bucket
 
 
 def _raw_tail(numel: int, settings: Settings) -> int:
@@ -115,7 +115,7 @@ def message_bytes(numel: int, settings: Settings) -> int:
     if settings.compressor in SPARSE:
         return sparse_bytes(numel, settings)
     whole, last = _split(numel, settings)
-    record = record_bytes(settings.bucket_size, settings)
+    record = record_bytes(settings.bucket, settings)
     return whole * record + (record_bytes(last, settings) if last else 0)
 
 
@@ -142,7 +142,7 @@ def encode(
     message = b""
     whole, last = _split(len(x), settings)
     end = len(x) - last
-    for at, count, n in ((0, whole, settings.bucket_size), (end, 1, last)):
+    for at, count, n in ((0, whole, settings.bucket), (end, 1, last)):
         if count and n:
             rows = x[at : at + count * n].reshape(count, n)
             if settings.rotation:
@@ -173,7 +173,7 @@ def decode(
     data, parts = np.frombuffer(message, np.uint8), [np.empty(0, np.float32)]
     whole, last = _split(numel, settings)
     at = 0
-    for count, n in ((whole, settings.bucket_size), (1, last)):
+    for count, n in ((whole, settings.bucket), (1, last)):
         if count and n:
             record = record_bytes(n, settings)
             records = data[at : at + count * record].reshape(count, record)

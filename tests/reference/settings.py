@@ -11,10 +11,11 @@ from .values import EXACT_BITS, FLOAT32, RoundingMode
 
 Compressor = Literal[
     "uniform", "levels", "sign", "onebit", "ternary", "qsgd", "half", "topk", "randk",
-    "entropy", "lossless",
+    "entropy", "lossless", "mxfp8", "mxfp8_e5m2", "mxfp4", "nvfp4",
 ]  # fmt: skip
 LOSSLESS_BLOCK, ENTROPY_BLOCK = 16384, 65536
-# Compressors with one rounding; "uniform", "half" and "entropy" support several.
+BLOCKS_BUCKET = 512  # values of a bucket of the mx formats
+# Compressors with one rounding; the others support several.
 _ALWAYS: dict[Compressor, RoundingMode] = {
     "levels": "nearest",
     "sign": "nearest",
@@ -65,13 +66,18 @@ class Settings:
         return _CODE_BITS.get(self.compressor, self.bits)
 
     @property
+    def bucket(self) -> int:
+        """The elements of a bucket."""
+        return BLOCKS_BUCKET if self.compressor.startswith("mx") else self.bucket_size
+
+    @property
     def grain(self) -> int:
         """A message can be split at multiples of this number of elements."""
         if self.compressor == "lossless" and not self.exact:
             return LOSSLESS_BLOCK
         if self.compressor == "entropy" and not self.exact:
             return ENTROPY_BLOCK
-        return 1 if self.exact or self.compressor == "half" else self.bucket_size
+        return 1 if self.exact or self.compressor == "half" else self.bucket
 
     def share(self, numel: int) -> int:
         """Return how many of `numel` > 0 values a sparse compressor sends."""

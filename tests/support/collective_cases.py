@@ -188,6 +188,10 @@ def of_compressors() -> Iterator[dict[str, Any]]:
     yield from (
         {"compressor": "half", "rounding": rounding} for rounding in ("nearest", "stochastic")
     )
+    formats: tuple[Compressor, ...] = ("mxfp8", "mxfp8_e5m2", "mxfp4", "nvfp4")
+    for name, rounding in zip(formats, ("nearest", "stochastic") * 2, strict=True):
+        yield {"compressor": name, "rounding": rounding}
+    yield {"compressor": "nvfp4", "rotation": 16}
     for density, value_bits in ((None, None), (0.05, 16), (0.1, 1), (0.3, 4), (1.0, 2), (0.001, 8)):
         yield {"compressor": "topk", "density": density, "value_bits": value_bits}
     yield from ({"compressor": "randk", "density": density} for density in (None, 0.2, 1.0))
@@ -291,6 +295,7 @@ def _compressors() -> list[Case]:
         add(140_000, 512, algorithm=algorithm, compressor="entropy", rounding="nearest")
     gathered: tuple[tuple[Compressor, int, int], ...] = (
         ("levels", 2, 4), ("qsgd", 4, 8), ("topk", 4, 32), ("onebit", 4, 32), ("half", 4, 32),
+        ("nvfp4", 4, 32),
     )  # fmt: skip
     for (name, bits, back), algorithm in itertools.product(gathered, ("sra", "ring")):
         add(5000, 128, bits=bits, gather_bits=back, algorithm=algorithm, compressor=name)
@@ -314,7 +319,8 @@ SETS = {
 
 def has_rounding(case: Case) -> bool:
     """Return whether the compressor supports several roundings."""
-    return case.compressor in ("uniform", "half", "entropy")
+    formats = ("mxfp8", "mxfp8_e5m2", "mxfp4", "nvfp4")
+    return case.compressor in ("uniform", "half", "entropy", *formats)
 
 
 def inputs(case: Case, rank: int, world_size: int) -> npt.NDArray[Any]:

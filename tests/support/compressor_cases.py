@@ -26,8 +26,9 @@ DTYPES: dict[str, Any] = {
 }
 COMPRESSORS = (
     "uniform", "levels", "sign", "onebit", "ternary", "qsgd", "half", "topk", "randk",
-    "entropy", "lossless",
+    "entropy", "lossless", "mxfp8", "mxfp8_e5m2", "mxfp4", "nvfp4",
 )  # fmt: skip
+BLOCK_FORMATS = COMPRESSORS[-4:]
 
 
 def _rows() -> list[dict[str, Any]]:
@@ -36,6 +37,8 @@ def _rows() -> list[dict[str, Any]]:
     rows += [{"compressor": "levels", "bits": bits} for bits in range(1, 5)]
     rows += [{"compressor": "qsgd", "bits": bits} for bits in range(2, 9)]
     rows += [{"compressor": name} for name in ("sign", "onebit", "ternary", "half", "lossless")]
+    for name, rounding in itertools.product(BLOCK_FORMATS, ("nearest", "stochastic")):
+        rows.append({"compressor": name, "rounding": rounding})
     rows += [{"compressor": "ternary", "clip": True}]
     rows += [{"compressor": "half", "rounding": "stochastic"}]
     rows += [{"compressor": "entropy", "rate": rate} for rate in (0.25, 1.0, 3.4, 8.0)]
@@ -44,7 +47,9 @@ def _rows() -> list[dict[str, Any]]:
         rows.append({"compressor": "topk", "density": 0.07, "value_bits": value_bits})
     for name, density in itertools.product(("topk", "randk"), (1e-9, 0.01, 0.3, 1.0)):
         rows.append({"compressor": name, "density": density})
-    rotated = (("uniform", 3), ("levels", 2), ("onebit", 4), ("qsgd", 5))
+    rotated = (
+        ("uniform", 3), ("levels", 2), ("onebit", 4), ("qsgd", 5), ("mxfp4", 4), ("nvfp4", 4),
+    )  # fmt: skip
     for (name, bits), rotation in itertools.product(rotated, (2, 32, 1024)):
         rows.append({"compressor": name, "bits": bits, "rotation": rotation})
     return [*rows, {"compressor": "ternary", "clip": True, "rotation": 16}]
@@ -96,7 +101,9 @@ def settings_of(row: dict[str, Any], bucket_size: int, **more: Any) -> Config:
 
 def grain_of(row: dict[str, Any], bucket_size: int) -> int:
     """Return a number of elements whose multiples are valid first indices."""
-    return {"lossless": 16384, "entropy": 65536}.get(row.get("compressor", ""), bucket_size)
+    name = row.get("compressor", "")
+    grains = {"lossless": 16384, "entropy": 65536, **dict.fromkeys(BLOCK_FORMATS[:3], 512)}
+    return grains.get(name, bucket_size)
 
 
 def reference_knobs(row: dict[str, Any]) -> dict[str, Any]:

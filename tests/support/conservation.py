@@ -31,6 +31,8 @@ FED_BACK: list[dict[str, Any]] = [
     {"compressor": "ternary", "clip": True},
     *({"compressor": "qsgd", "bits": bits, "bucket_size": 64} for bits in (5, 8)),
     *({"compressor": "half", "rounding": rounding} for rounding in ("nearest", "stochastic")),
+    *({"compressor": name} for name in ("mxfp8", "mxfp8_e5m2", "mxfp4")),
+    *({"compressor": "nvfp4", "rounding": rounding} for rounding in ("nearest", "stochastic")),
     *({"compressor": "topk", "density": 0.05, "value_bits": bits} for bits in (32, 16, 4, 1)),
     {"compressor": "topk", "bucket_size": 5000},
     {"compressor": "randk", "density": 0.2},
