@@ -67,9 +67,10 @@ def psum_q(
             None (default) disables it for all.
         **keywords: Override fields of `config`: `bits` (1 to 8, or 32 for exact), `bucket_size`
             (how many elements share a scale), `compressor` ("uniform", "levels", "sign", "onebit",
-            "ternary", "qsgd", "half", "topk", "randk", "entropy", "lossless") and `rounding`
-            ("nearest", "stochastic", "shift"). By default rounding is nearest without `key`. With
-            `key` it is stochastic if the compressor supports that.
+            "ternary", "qsgd", "half", "topk", "randk", "entropy", "lossless", "mxfp8",
+            "mxfp8_e5m2", "mxfp4", "nvfp4") and `rounding` ("nearest", "stochastic", "shift"). By
+            default rounding is nearest without `key`. With `key` it is stochastic if the compressor
+            supports that.
 
     Returns:
         The sums, with the structure, shapes and dtypes of `x`, equal on all devices of a group.

@@ -91,7 +91,8 @@ def average_gradients(
         config: How values are sent, as in `psum_q`. `error_feedback` selects the leaves that keep a
             residual, which takes the memory of one more copy of these parameters on each device.
             None (default): leaves whose encoding is biased, which are "uniform" with nearest
-            rounding (2 bits or more), "levels", "onebit", "topk", "randk" and "entropy".
+            rounding (2 bits or more), "levels", "onebit", "topk", "randk", and "entropy", "mxfp8",
+            "mxfp8_e5m2", "mxfp4" and "nvfp4" with nearest rounding.
             `residual_decay` scales the residual before it is added.
         key: A PRNG key for random rounding. It must not be traced; the step count is folded into
             it. None (default) rounds to nearest, which is better with error feedback.
