@@ -112,8 +112,11 @@ std::vector<Setting> settings() {
   for (int bits = 1; bits <= 4; ++bits)
     all.push_back(
         {cgx::join("levels ", bits, " nearest"), cgx::join("bits=", bits, " compressor='levels'")});
-  for (const char* rest : {"sign 1 nearest", "onebit 1 nearest", "ternary 1.6 stochastic",
-                           "half 16 nearest", "half 16 stochastic"}) {
+  for (const char* rest :
+       {"sign 1 nearest", "onebit 1 nearest", "ternary 1.6 stochastic", "half 16 nearest",
+        "half 16 stochastic", "mxfp8 8.25 nearest", "mxfp8 8.25 stochastic",
+        "mxfp8_e5m2 8.25 nearest", "mxfp4 4.25 nearest", "mxfp4 4.25 stochastic",
+        "nvfp4 4.56 nearest", "nvfp4 4.56 stochastic"}) {
     const std::string text = rest, name = text.substr(0, text.find(' '));
     const std::string rounding = text.substr(text.rfind(' ') + 1);
     all.push_back({text, cgx::join("rounding='", rounding, "' compressor='", name, "'"),

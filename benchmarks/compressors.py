@@ -71,6 +71,19 @@ CODECS: dict[str, Config] = {
     "randk 1 %": Config(compressor="randk", density=0.01, bucket_size=4096),
 }
 
+# Block formats, each followed by compressors of the same number of bits.
+AT_EQUAL_BYTES: dict[str, Config] = {
+    "mxfp8": Config(compressor="mxfp8"),
+    "mxfp8_e5m2": Config(compressor="mxfp8_e5m2"),
+    "uniform, 8 bits, buckets of 256": Config(8, bucket_size=256, rounding="nearest"),
+    "mxfp4": Config(compressor="mxfp4"),
+    "uniform, 4 bits, buckets of 256": Config(4, bucket_size=256, rounding="nearest"),
+    "levels, 4 bits, buckets of 64": Config(4, bucket_size=64, compressor="levels"),
+    "nvfp4, buckets of 65536": Config(compressor="nvfp4", bucket_size=65536),
+    "uniform, 4 bits, buckets of 128": Config(4, bucket_size=128, rounding="nearest"),
+    "levels, 4 bits, buckets of 32": Config(4, bucket_size=32, compressor="levels"),
+}
+
 # The settings of phase 3: the config, and whether there is error feedback.
 TRAININGS: dict[str, tuple[Config, bool]] = {
     "exact": (Config(32), False),
@@ -194,7 +207,7 @@ def captured() -> Floats:
                 if step in stages:
                     kept = copy.deepcopy(training)
                     gradient = kept.gradients()[0]
-                    matrices = [s for s in training.segments if s.bits is None]
+                    matrices = [s for s in training.segments if s.config is None]
                     found += [gradient[s.offset : s.offset + s.numel].copy() for s in matrices]
                 if step < task.steps:
                     training.step(comms, pool)
@@ -230,7 +243,8 @@ class Coded:
 
 def code_all(rounds: int = 7) -> list[Coded]:
     found = []
-    for (name, config), (kind, x) in itertools.product(CODECS.items(), distributions().items()):
+    configs = (CODECS | AT_EQUAL_BYTES).items()
+    for (name, config), (kind, x) in itertools.product(configs, distributions().items()):
         data = quantize(x, config)
         wrong = x - dequantize(data, x.size, config=config)
         seconds = []
@@ -269,6 +283,18 @@ def table_of_codecs(found: list[Coded]) -> Table:
             "middle and at the end of training.",
         ],
     )
+
+
+def table_of_formats(found: list[Coded]) -> Table:
+    """Return the errors of the block formats; empty for a report that does not have them."""
+    by = {(each.codec, each.values): each for each in found if each.codec in AT_EQUAL_BYTES}
+    kinds = list(dict.fromkeys(each.values for each in found))
+    rows = [
+        [name, f"{by[name, 'Gauss'].bits:.2f}", *(f"{by[name, kind].error:.2g}" for kind in kinds)]
+        for name in AT_EQUAL_BYTES
+        if (name, "Gauss") in by
+    ]
+    return Table("Block formats at equal bytes", ["codec", "bits", *kinds], rows)
 
 
 def table_of_training(task: str, found: list[Trained]) -> Table:
@@ -320,7 +346,7 @@ def main() -> None:
         trained = [Trained(**row) for row in rows if "task" in row]
     else:
         coded, trained = code_all(), train_all(options.seeds)
-    tables = [table_of_codecs(coded)]
+    tables = [table_of_codecs(coded), table_of_formats(coded)]
     tables += [table_of_training(task, trained) for task in dict.fromkeys(t.task for t in trained)]
     for table in tables:
         table.print()
@@ -328,7 +354,7 @@ def main() -> None:
         rows = [asdict(each) for each in (*coded, *trained)]
         Report("compressors", {"seeds": options.seeds}, rows, tables).write(options.json)
     if options.docs:
-        names = ["errors", *dict.fromkeys(each.task for each in trained)]
+        names = ["errors", "formats", *dict.fromkeys(each.task for each in trained)]
         bodies = (documents.body_of(table) for table in tables)
         documents.insert(options.docs, dict(zip(names, bodies, strict=True)))
 
