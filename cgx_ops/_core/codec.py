@@ -126,8 +126,8 @@ def dequantize(
 def statistic(values: npt.ArrayLike, config: Config | None = None) -> float:
     """Return the statistic of a tensor from which its quantization error follows, for any bits.
 
-    predicted_error() and allocate_bits() take it. Average it over ranks and steps: the squared
-    errors add up.
+    predicted_error(), allocate_bits() and allocate_rates() take it. Average it over ranks and
+    steps: the squared errors add up.
 
     Args:
         values: A float32, float16 or bfloat16 array of any shape, read in C order.
@@ -135,8 +135,8 @@ def statistic(values: npt.ArrayLike, config: Config | None = None) -> float:
 
     Returns:
         For "uniform", the sum of B R^2 / 12 over the buckets, where B is the number of values and R
-        their range. For "levels", the sum of squares. NaN if a value is not finite. All CPUs return
-        the same bits.
+        their range. For "levels" and "entropy", the sum of squares. NaN if a value is not finite.
+        All CPUs return the same bits.
 
     Raises:
         Unsupported: The config has another compressor or a rotation, or the dtype is not supported.

@@ -50,6 +50,12 @@ def test_equals_the_oracle() -> None:
     assert _of_core() == expected
 
 
+def test_sum_of_squares_of_entropy_equals_the_oracle() -> None:
+    for values in _tensors():
+        config = Config(compressor="entropy", bucket_size=64, skip_incomplete_buckets=True)
+        assert statistic(values, config) == reference.statistic(values, 64, ranges=False)
+
+
 @pytest.mark.slow
 def test_equal_on_every_cpu_target() -> None:
     program = (
@@ -72,7 +78,7 @@ def test_equal_on_every_cpu_target() -> None:
     assert len(set(told.values())) == 1, told
 
 
-@pytest.mark.parametrize("compressor", ["uniform", "levels"])
+@pytest.mark.parametrize("compressor", ["uniform", "levels", "entropy"])
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_nan_and_infinity_propagate(compressor: str, bad: float) -> None:
     values = np.ones(1000, np.float32)

@@ -82,11 +82,13 @@ void sum_on_cpu(const Call& call, const std::byte* messages, int32_t count, int6
 
 double statistic_of(const CodecSettings& settings, const void* values, int64_t numel) {
   const bool ranges = settings.compressor == CGX_UNIFORM;
-  require((ranges || settings.compressor == CGX_LEVELS) && settings.rotation == 0, CGX_UNSUPPORTED,
-          "only the errors of compressors uniform and levels can be predicted, and only without "
-          "rotation");
+  const bool entropy = settings.compressor == CGX_ENTROPY;
+  require((ranges || entropy || settings.compressor == CGX_LEVELS) && settings.rotation == 0,
+          CGX_UNSUPPORTED,
+          "only the errors of compressors uniform, levels and entropy can be predicted, and only "
+          "without rotation");
   const int64_t bucket_size = std::min(settings.bucket_size, std::max<int64_t>(1, numel));
-  if (settings.skip_incomplete_buckets) numel -= numel % settings.bucket_size;
+  if (settings.skip_incomplete_buckets && !entropy) numel -= numel % settings.bucket_size;
   const BucketRun run{.numel = numel,
                       .bucket_size = bucket_size,
                       .format = ranges ? BucketFormat::kUniform : BucketFormat::kLevels};

@@ -664,10 +664,11 @@ CGX_API cgx_status_t cgx_quantize(const cgx_codec_t* codec, const void* values, 
 CGX_API cgx_status_t cgx_dequantize(const cgx_codec_t* codec, const void* bytes, int64_t num_bytes,
                                     int64_t numel, void* values);
 
-/** Compute the statistic that predicts the quantization error of values, for all bits.
+/** Compute the statistic that predicts the quantization error of values, for all bits or rates.
  *
  * It is the sum over buckets of n * (max - min)^2 / 12 for n values (CGX_UNIFORM), or the sum of
- * squares (CGX_LEVELS). A last bucket that is sent uncompressed is not included. CPU only.
+ * squares (CGX_LEVELS, CGX_ENTROPY). A last bucket that is sent uncompressed is not included. CPU
+ * only.
  *
  * @param codec The codec.
  * @param values numel values.
