@@ -24,6 +24,7 @@ ALGORITHMS: dict[str, int] = next(
     row["words"] for row in CONFIG_FIELDS if row["name"] == "algorithm"
 )
 EXACT_BITS = 32
+DEFAULT_RATE = 2.0  # if Config.rate is None
 SMALLEST_COMPRESSED = 16  # CGX_SMALLEST_COMPRESSED
 # By field of Config: the accepted values in words, and the default.
 ACCEPTED: dict[str, str] = {row["name"]: row["accepted"] for row in CONFIG_FIELDS}

@@ -6,6 +6,7 @@ It needs numpy only.
     partition.py  which tensors share a message: the best groups under that model
     baselines.py  groups without a plan, for comparison
     bits.py       the quantization error of a tensor, and its bits
+    rates.py      the error and the rates of the compressor "entropy"
     cheapest.py   the search for the bits; clusters.py: CGX's bits by k-means, for comparison
     adaptive.py   bits that follow a model as it trains
     measure.py    measures the costs and the ready times
@@ -29,6 +30,7 @@ from cgx_ops.planner.measure import measure, ready_times
 from cgx_ops.planner.model import Costs, Passage, finish, timeline
 from cgx_ops.planner.partition import partition
 from cgx_ops.planner.plan import Plan
+from cgx_ops.planner.rates import allocate_rates
 from cgx_ops.planner.tune import Tuned, tune
 
 __all__ = [
@@ -38,6 +40,7 @@ __all__ = [
     "Plan",
     "Tuned",
     "allocate_bits",
+    "allocate_rates",
     "cluster_bits",
     "finish",
     "measure",
