@@ -65,7 +65,7 @@ class Rules:
             Settings are bits (1 to 8, or 32 for exact), or a dict with fields of Config except
             `algorithm`.
         exact_vectors: Whether parameters with at most one dimension (biases, norms) are sent exact
-            unless a rule sets their bits. They are small, and sensitive to compression.
+            unless a rule sets their bits or rate. They are small, and sensitive to compression.
 
     Attributes:
         rules: The checked rules.
@@ -156,7 +156,7 @@ class Rules:
                 if of_compressor or field not in (*OF_COMPRESSOR, "compressor"):
                     found.setdefault(field, value)
             of_compressor = of_compressor and "compressor" not in found
-        if self.exact_vectors and dimensions <= 1:
+        if self.exact_vectors and dimensions <= 1 and "rate" not in found:
             found.setdefault("bits", EXACT_BITS)
         return _with_bits(found, config)
 

@@ -84,6 +84,20 @@ def test_fields_are_resolved_independently(
     assert got.keys() <= {"bits", "bucket_size"}
 
 
+def test_rate_in_a_rule_compresses_vectors_too() -> None:
+    entropy = {"compressor": "entropy", "rate": 1.5}
+    for dimensions in (0, 1, 2):
+        assert own([("w", entropy)], "w", dimensions=dimensions) == entropy
+        assert Rules([("w", entropy)]).of("w", dimensions, Config(bits=8)) == Config(**entropy)
+        assert Rules([("w", entropy)]).of("w", dimensions, EXACT) == Config(**entropy)
+    config = Config(compressor="entropy", rate=3)
+    rules = Rules([("norm", 32), ("w", {"rate": 0.5})])
+    assert rules.of("w", 1, config).rate == 0.5
+    assert rules.of("norm", 1, config).bits == rules.of("bias", 1, config).bits == EXACT_BITS
+    with pytest.raises(InvalidArgument, match=r"parameter 'w': rate is 0.5, which .*'uniform'"):
+        rules.of("w", 2, CONFIG)
+
+
 def test_vectors_are_exact_unless_their_bits_are_set() -> None:
     for dimensions in (0, 1):
         assert own([], "norm", dimensions=dimensions) == {"bits": EXACT_BITS}
