@@ -42,6 +42,7 @@ def require_choice(config: Config) -> None:
         raise InvalidArgument(
             f"compressor {config.compressor!r} has no bits to choose: bits_for() and auto_bits "
             "need a compressor such as 'uniform' or 'levels'"
+            + ("; for 'entropy', set Config(rate=...)" if config.compressor == "entropy" else "")
         )
 
 

@@ -9,7 +9,7 @@ import logging
 import os
 from dataclasses import dataclass
 
-from cgx_ops._core.tables import EXACT_BITS
+from cgx_ops._core.tables import DEFAULT_RATE, EXACT_BITS
 from cgx_ops.config import Config
 from cgx_ops.errors import InvalidArgument
 from cgx_ops.stats import traffic, with_unit
@@ -103,7 +103,7 @@ def ended() -> None:
 
 
 def described(config: Config) -> str:
-    """Return a config in words: "4 bits", "exact values", "levels, 1 bit", "topk, density 0.01"."""
+    """Return a config in words, such as "4 bits", "levels, 1 bit" or "entropy, rate 2"."""
     if config.bits == EXACT_BITS:
         return "exact values"
     bits = f"{config.bits} bit" + "s" * (config.bits != 1)
@@ -111,4 +111,8 @@ def described(config: Config) -> str:
         return bits
     if config.density is not None:
         return f"{config.compressor}, density {config.density:g}"
+    if config.compressor == "entropy":
+        return f"entropy, rate {config.rate or DEFAULT_RATE:g}"
+    if config.compressor == "lossless":
+        return "lossless"
     return f"{config.compressor}, {bits}"

@@ -139,6 +139,8 @@ def test_invalid_settings_raise() -> None:
     [comm] = Communicator.local(1)
     with pytest.raises(InvalidArgument, match="has no bits to choose"):  # as on several ranks
         cgx_ops.bits_for(comm, 100, Config(compressor="half"))
+    with pytest.raises(InvalidArgument, match=r"'entropy' has no bits .* set Config\(rate="):
+        cgx_ops.bits_for(comm, 100, Config(compressor="entropy"))
     with pytest.raises(InvalidArgument, match="element_bytes is 8"):
         cgx_ops.bits_for(comm, 100, element_bytes=8)
     comm.close()
