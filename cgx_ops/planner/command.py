@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from cgx_ops._core.codec import encoded_bytes
+from cgx_ops._core.log import described
 from cgx_ops._core.picture import new_figure
 from cgx_ops._core.table import Table
 from cgx_ops._core.units import parse_count, parse_rate, parse_seconds, rate_text, time_text
@@ -24,6 +24,7 @@ from cgx_ops.planner import baselines
 from cgx_ops.planner.model import Costs, Passage, finish, timeline
 from cgx_ops.planner.plan import Plan
 from cgx_ops.planner.plot import draw
+from cgx_ops.planner.rates import bits_of, message_bytes
 
 _EXACT = Config(bits=EXACT)
 
@@ -50,7 +51,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     choose("--link", type=parse_rate, default="1gbit", help="rate of each host (default 1gbit)")
     choose("--hosts", type=_hosts, default=2, help="hosts with one rank each (default 2)")
-    choose("--bits", type=int, choices=range(1, 9), default=4, help="bits per value (default 4)")
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("--bits", type=int, choices=range(1, 9), help="bits per value (default 4)")
+    how.add_argument(
+        "--rate",
+        type=float,
+        help="mean bits per value of compressor 'entropy', 0.25 to 8, instead of --bits",
+    )
     default = Config().bucket_size
     choose(
         "--bucket-size",
@@ -89,7 +96,12 @@ def _run(options: argparse.Namespace) -> None:
         raise InvalidArgument("two tensors have the same name; names must be unique")
     if options.plot:
         new_figure(options.plot, 1, 1)  # a bad file name is refused before the table is printed
-    config = Config(bits=options.bits, bucket_size=options.bucket_size)
+    bucket_size = options.bucket_size
+    config = (
+        Config(bits=options.bits or Config.bits, bucket_size=bucket_size)
+        if options.rate is None
+        else Config(compressor="entropy", rate=options.rate, bucket_size=bucket_size)
+    )
     plans, table = _planned(model, config, options.hosts, options.link)
     table.print()
     if options.save:
@@ -100,7 +112,7 @@ def _run(options: argparse.Namespace) -> None:
             _timeline(plan, model, each, options.hosts, options.link)
             for each, plan in plans.items()
         )
-        count = f"{len(exact)} messages exact, {len(compressed)} in {config.bits} bits"
+        count = f"{len(exact)} messages exact, {len(compressed)} {_words(config)}"
         draw(options.plot, f"{table.title}\n{count}", compressed, exact=exact)
         print(f"The timeline is in {options.plot}.")
 
@@ -108,8 +120,8 @@ def _run(options: argparse.Namespace) -> None:
 def _timeline(
     plan: Plan, model: "_Model", config: Config, hosts: int, link_rate: float
 ) -> list[Passage]:
-    sizes = [encoded_bytes(numel, config) for numel in plan.numels]
-    costs = typical_costs(link_rate, hosts, config.bits)
+    sizes = [message_bytes(numel, config) for numel in plan.numels]
+    costs = typical_costs(link_rate, hosts, config)
     return timeline(plan.groups, plan.numels, model.ready, sizes, costs)
 
 
@@ -169,7 +181,7 @@ def _hosts(text: str) -> int:
 # ---- 2. what messages cost -----------------------------------------------------------------------
 
 
-def typical_costs(link_rate: float, hosts: int, bits: int) -> Costs:
+def typical_costs(link_rate: float, hosts: int, config: Config) -> Costs:
     """Return typical costs of messages over TCP between hosts with one rank each.
 
     The codec's costs are those of one core with AVX2. Each host in a message adds 0.2 ms.
@@ -178,9 +190,13 @@ def typical_costs(link_rate: float, hosts: int, bits: int) -> Costs:
     Args:
         link_rate: Bytes per second of each host's link, in each direction.
         hosts: Number of hosts, at least 2.
-        bits: Bits per value. 32 bits need no encoding: only the sum takes time.
+        config: How values are sent. 32 bits need no encoding: only the sum takes time.
     """
-    encode, decode = (0.0, 0.25e-9) if bits == _EXACT.bits else (0.4e-9, 0.2e-9)
+    encode, decode = 0.4e-9, 0.2e-9
+    if config.bits == EXACT:
+        encode, decode = 0.0, 0.25e-9
+    elif config.compressor == "entropy":
+        encode, decode = 5e-9, 2.5e-9
     return Costs(
         encode_fixed=20e-6,
         encode_per_value=encode,
@@ -203,10 +219,10 @@ def _planned(
     steps: list[float] = []  # planned: exact, compressed
     rows: list[list[str]] = []
     for each in (_EXACT, config):
-        costs = typical_costs(link_rate, hosts, each.bits)
+        costs = typical_costs(link_rate, hosts, each)
         plan = Plan.of(model.numels, model.ready, costs, config=each, margin=1)
         plans[each] = plan
-        sizes = [encoded_bytes(numel, each) for numel in plan.numels]
+        sizes = [message_bytes(numel, each) for numel in plan.numels]
         case = plan.numels, model.ready, sizes, costs
         groupings = {
             "per tensor": baselines.per_tensor(model.ready),
@@ -221,7 +237,7 @@ def _planned(
             largest = max(sum(sizes[i] for i in group) for group in groups)
             rows.append(
                 [
-                    "exact" if each is _EXACT else f"{each.bits} bits", name, str(len(groups)),
+                    "exact" if each is _EXACT else described(each), name, str(len(groups)),
                     f"{largest / baselines.MIB:.2f}", time_text(end[name]),
                     time_text(end[name] - max(model.ready)), f"{end[name] / end['planned']:.2f}",
                 ]
@@ -237,18 +253,32 @@ def _planned(
         notes=[
             "step: from the start of the backward pass until the last gradient is reduced. "
             "Predicted with typical costs; docs/guides/planner.md shows how to measure yours.",
-            _verdict(config.bits, *steps),
+            _verdict(config, *steps),
         ],
     )
     return plans, table
 
 
-def _verdict(bits: int, exact: float, compressed: float) -> str:
+def _words(config: Config) -> str:
+    """Return how values are sent, after a verb: "in 4 bits" or "at rate 2"."""
+    bits = bits_of(config)
+    return f"at rate {bits:g}" if isinstance(bits, float) else f"in {bits} bits"
+
+
+def _verdict(config: Config, exact: float, compressed: float) -> str:
     """Return in one sentence whether the compressed step is faster than the exact one."""
-    times = f"a planned step takes {time_text(compressed)} in {bits} bits, {time_text(exact)} exact"
+    what = described(config)
+    times = (
+        f"a planned step takes {time_text(compressed)} {_words(config)}, {time_text(exact)} exact"
+    )
     if abs(exact - compressed) < NO_DIFFERENCE * max(exact, compressed):
         return f"Verdict: no difference; {times} (less than {NO_DIFFERENCE:.0%} apart)."
     if compressed < exact:
         ratio = f"{exact / compressed:.3g} times as fast"
-        return f"Verdict: {bits} {'bit is' if bits == 1 else 'bits are'} faster; {times} ({ratio})."
-    return f"Verdict: {bits} bits are slower; {times} ({compressed / exact:.3g} times as long)."
+        return f"Verdict: {what} {_verb(what)} faster; {times} ({ratio})."
+    ratio = f"{compressed / exact:.3g} times as long"
+    return f"Verdict: {what} {_verb(what)} slower; {times} ({ratio})."
+
+
+def _verb(what: str) -> str:
+    return "are" if what.endswith("bits") else "is"

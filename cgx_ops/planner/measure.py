@@ -20,12 +20,13 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from cgx_ops._core.codec import dequantize, encoded_bytes, quantize
+from cgx_ops._core.codec import dequantize, quantize
 from cgx_ops._core.tables import EXACT_BITS
 from cgx_ops.communicator import Communicator
 from cgx_ops.config import Config
 from cgx_ops.errors import InvalidArgument
 from cgx_ops.planner.model import Costs
+from cgx_ops.planner.rates import message_bytes
 
 _SECONDS = 0.6  # no round starts after this time,
 _FEWEST_ROUNDS, _MOST_ROUNDS = 3, 30  # except the first three: one alone may be disturbed
@@ -149,7 +150,7 @@ def _timed_rounds(communicator: Communicator, config: Config) -> list[_Times]:
     random = np.random.default_rng(0)
     buffers = [random.standard_normal(count).astype(np.float32) for count in _VALUES]
     same_bytes = [
-        np.ones(math.ceil(encoded_bytes(count, config) / 4), np.float32) for count in _VALUES
+        np.ones(math.ceil(message_bytes(count, config) / 4), np.float32) for count in _VALUES
     ]
     exact = config.with_own(bits=EXACT_BITS)
 
@@ -222,7 +223,7 @@ def _seconds(call: Callable[[], object]) -> float:
 def _fitted(least: npt.NDArray[np.float64], ranks: int, config: Config) -> Costs:
     """Return the costs that explain the shortest times, of shape (kinds of _Times, sizes)."""
     times = _Times(*least)
-    sizes = [encoded_bytes(count, config) for count in _VALUES]
+    sizes = [message_bytes(count, config) for count in _VALUES]
     # Several in flight have the latency only once: k * together = latency + k * occupied.
     occupied = [
         max(0.0, (_IN_FLIGHT * each - one) / (_IN_FLIGHT - 1))

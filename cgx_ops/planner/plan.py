@@ -2,12 +2,12 @@
 
 import json
 import math
+import numbers
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
-from cgx_ops._core.codec import encoded_bytes
 from cgx_ops._core.consistency import require_same
 from cgx_ops._core.exchange import exchange
 from cgx_ops._core.tables import EXACT_BITS
@@ -16,6 +16,7 @@ from cgx_ops.config import Config
 from cgx_ops.errors import InvalidArgument, require_integer
 from cgx_ops.planner.model import Costs
 from cgx_ops.planner.partition import partition
+from cgx_ops.planner.rates import bits_of, message_bytes, settings_of
 from cgx_ops.rules import Rules, pattern_of
 
 _FORMAT = "cgx_ops plan 1"
@@ -31,7 +32,8 @@ class Plan:
     Args:
         names: Names of the tensors, each once.
         numels: Values of each tensor.
-        bits: Bits of each tensor.
+        bits: Bits of each tensor: an integer, or for the compressor "entropy" a float, which is the
+            rate.
         groups: Indices of the tensors that share a message, in the order in which messages start.
             Each tensor is in one group.
 
@@ -49,7 +51,7 @@ class Plan:
 
     names: tuple[str, ...]
     numels: tuple[int, ...]
-    bits: tuple[int, ...]
+    bits: tuple[float, ...]
     groups: tuple[tuple[int, ...], ...]
 
     def __post_init__(self) -> None:
@@ -68,7 +70,7 @@ class Plan:
         for field, values in (
             ("names", tuple(self.names)),
             ("numels", _integers("numels", self.numels, 0, 2**63 - 1)),
-            ("bits", _integers("bits", self.bits, 1, EXACT_BITS)),
+            ("bits", tuple(map(_bits, range(count), self.bits))),
             ("groups", tuple(_integers("groups", group, 0, count - 1) for group in self.groups)),
         ):
             object.__setattr__(self, field, values)
@@ -77,8 +79,6 @@ class Plan:
                 f"the groups of a plan are {[list(group) for group in self.groups]}; each of its "
                 f"{count} tensors must be in one group, and no group may be empty"
             )
-        for bits in {*self.bits}:
-            Config(bits=bits)  # checks the bits
 
     @classmethod
     def of(
@@ -88,7 +88,7 @@ class Plan:
         costs: Costs,
         *,
         config: Config | None = None,
-        bits: Sequence[int] | None = None,
+        bits: Sequence[float] | None = None,
         margin: float = 1.25,
     ) -> Self:
         """Return the plan with the earliest end under the model; see partition().
@@ -101,23 +101,25 @@ class Plan:
             numels: Values of each tensor, by name.
             ready: Seconds until each gradient is ready, in the same order.
             costs: Costs of a message, as measure() returns them.
-            config: Its compressor and bucket_size determine the bytes; its bits are those of all
-                tensors, unless `bits` is given. None: `Config()`.
-            bits: Bits of each tensor, as allocate_bits() returns them.
+            config: Its compressor and bucket_size determine the bytes; its bits, or its rate, are
+                those of all tensors, unless `bits` is given. None: `Config()`.
+            bits: Bits of each tensor, as allocate_bits() returns them, or rates, as
+                allocate_rates() returns them.
             margin: Factor of the costs, at least 1; 1 means that the costs are exact.
 
         Raises:
             InvalidArgument: The margin is less than 1; see also Plan and partition().
         """
         config = Config() if config is None else config
-        each = [config.bits] * len(numels) if bits is None else list(bits)
+        each = [bits_of(config)] * len(numels) if bits is None else list(bits)
         if len(each) != len(numels):
             raise InvalidArgument(
                 f"there are {len(each)} bits for {len(numels)} tensors; give one entry each"
             )
         counts = list(numels.values())
         sizes = [
-            encoded_bytes(n, config.with_own(bits=b)) for n, b in zip(counts, each, strict=True)
+            message_bytes(n, config.with_own(**settings_of(b)))
+            for n, b in zip(counts, each, strict=True)
         ]
         if not 1 <= margin < math.inf:
             raise InvalidArgument(f"margin is {margin!r}; it must be at least 1")
@@ -132,9 +134,9 @@ class Plan:
 
     @property
     def rules(self) -> Rules:
-        """The bits of each tensor, as rules."""
+        """The bits or the rate of each tensor, as rules."""
         named = zip(self.names, self.bits, strict=True)
-        return Rules((pattern_of(name), bits) for name, bits in named)
+        return Rules((pattern_of(name), settings_of(bits)) for name, bits in named)
 
     # ---- Files -----------------------------------------------------------------------------------
 
@@ -148,7 +150,7 @@ class Plan:
             OSError: The file cannot be written.
         """
         tensors = [
-            json.dumps({"name": name, "numel": numel, "bits": bits})
+            json.dumps({"name": name, "numel": numel, **settings_of(bits)})
             for name, numel, bits in zip(self.names, self.numels, self.bits, strict=True)
         ]
         lines = ",\n  ".join(tensors)
@@ -179,7 +181,7 @@ class Plan:
             return cls(
                 tuple(tensor["name"] for tensor in tensors),
                 tuple(tensor["numel"] for tensor in tensors),
-                tuple(tensor["bits"] for tensor in tensors),
+                tuple(map(_bits_in, tensors)),
                 fields["groups"],
             )
         except (ValueError, KeyError, TypeError, RecursionError) as error:
@@ -211,13 +213,35 @@ class Plan:
             "Use one plan on all ranks: save it on rank 0, and load it on the others",
         )
 
+    def _text(self, tensor: int) -> str:
+        bits = self.bits[tensor]
+        return f"rate {bits}" if isinstance(bits, float) else f"{bits} bits"
+
     def _entries(self) -> list[str]:
         """Return a description of each tensor, in the order of sending."""
         return [
-            f"{self.names[i]!r} ({self.numels[i]} values, {self.bits[i]} bits, group {number})"
+            f"{self.names[i]!r} ({self.numels[i]} values, {self._text(i)}, group {number})"
             for number, group in enumerate(self.groups)
             for i in group
         ]
+
+
+def _bits(place: int, bits: float) -> float:
+    """Return a tensor's bits as Python's int, or its rate as a float."""
+    if isinstance(bits, numbers.Real) and not isinstance(bits, numbers.Integral):
+        Config(compressor="entropy", rate=float(bits))  # checks the rate
+        return float(bits)
+    whole = require_integer(f"a plan's bits[{place}]", bits, 1, EXACT_BITS)
+    return Config(bits=whole).bits  # checks the bits
+
+
+def _bits_in(tensor: Mapping[str, Any]) -> float:
+    """Return the bits, or the rate as a float, of a tensor in a file."""
+    if "rate" not in tensor:
+        return require_integer("bits", tensor["bits"], 1, EXACT_BITS)
+    if type(rate := tensor["rate"]) not in (int, float):
+        raise ValueError(f"a rate is {rate!r}")
+    return float(rate)
 
 
 def _integers(field: str, values: Sequence[int], least: int, most: int) -> tuple[int, ...]:

@@ -18,7 +18,6 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, fields
 
-from cgx_ops._core.codec import encoded_bytes
 from cgx_ops.communicator import Communicator
 from cgx_ops.config import Config
 from cgx_ops.errors import InvalidArgument
@@ -26,6 +25,7 @@ from cgx_ops.planner import baselines
 from cgx_ops.planner.measure import largest
 from cgx_ops.planner.model import Costs, Tensors, Ticks, finish_ticks, ticks
 from cgx_ops.planner.plan import Plan
+from cgx_ops.planner.rates import message_bytes, settings_of
 
 # Each group of costs is multiplied by one factor; steps do not separate its members.
 _PARTS = (
@@ -72,7 +72,7 @@ def tune(
     *,
     before: float = 0.0,
     config: Config | None = None,
-    bits: Sequence[int] | None = None,
+    bits: Sequence[float] | None = None,
 ) -> Tuned:
     """Return the fastest plan in real training steps, equal on all ranks.
 
@@ -90,7 +90,7 @@ def tune(
             plans.
         before: Seconds of such a step until its backward pass starts, equal on all ranks.
         config: The compression and the bits; see Plan.of().
-        bits: Bits of each tensor; see Plan.of().
+        bits: Bits or rates of each tensor; see Plan.of().
 
     Returns:
         The fastest plan, the costs that explain the steps, and all plans that were tried.
@@ -139,7 +139,7 @@ def tune(
         return {plan: statistics.median(found) for plan, found in samples.items()}
 
     sizes = [
-        encoded_bytes(n, config.with_own(bits=b))
+        message_bytes(n, config.with_own(**settings_of(b)))
         for n, b in zip(first.numels, first.bits, strict=True)
     ]
     tensors = Tensors.checked(first.numels, ready, sizes, costs)

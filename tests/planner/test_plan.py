@@ -52,6 +52,38 @@ def test_save_and_load_a_plan(tmp_path: Path) -> None:
     assert Plan.load(tmp_path / "plan.json") == empty
 
 
+def test_rates_in_a_plan(tmp_path: Path) -> None:
+    config = Config(compressor="entropy", rate=2.5)
+    numels = {"a.weight": 100_000, "b.bias": 1000, "c": 5000}
+    plan = Plan.of(numels, [0.1] * 3, _COSTS, config=config)
+    assert plan.bits == (2.5, 2.5, 2.5)
+    plan = Plan.of(numels, [0.1] * 3, _COSTS, config=config, bits=[3.0, 0.25, 32])
+    plan.save(tmp_path / "plan.json")
+    loaded = Plan.load(tmp_path / "plan.json")
+    assert loaded == plan and [*map(type, loaded.bits)] == [float, float, int]
+    assert '"rate": 3.0' in (tmp_path / "plan.json").read_text()
+    assert [plan.rules.of(name, 1, config).rate for name in numels] == [3.0, 0.25, 2.5]
+    assert [plan.rules.of(name, 1, config).bits for name in numels] == [4, 4, 32]
+
+
+def test_groups_follow_from_the_bytes_of_a_rate() -> None:
+    """The bound of a message is larger, and would make other groups."""
+    numels = {f"layer{i}": 2048 * (1 + 37 * i % 40) for i in range(40)}
+    ready = [i / 4000 for i in range(40)]
+    config = Config(compressor="entropy", rate=1.3)
+    plan = Plan.of(numels, ready, _COSTS, config=config, margin=1)
+    sizes = [math.ceil(1.3 * n / 8) for n in numels.values()]
+    groups = partition(list(numels.values()), ready, sizes, _COSTS)
+    assert [list(group) for group in plan.groups] == groups
+
+
+def test_measured_costs_of_a_rate_are_for_its_bytes() -> None:
+    config = Config(compressor="entropy", rate=2)
+    costs = threads(2, lambda _rank, communicator: measure(communicator, config), timeout=60)
+    assert costs[0] == costs[1]
+    assert costs[0].encode_per_value > 0
+
+
 def _text(numel: object = 3, bits: object = 4, name: object = "a", group: object = 0) -> str:
     tensor = {"name": name, "numel": numel, "bits": bits}
     return json.dumps({"format": "cgx_ops plan 1", "tensors": [tensor], "groups": [[group]]})
@@ -63,6 +95,8 @@ def _text(numel: object = 3, bits: object = 4, name: object = "a", group: object
         "", "[]", "{}", '{"format": "cgx_ops plan 9"}', '{"format": "cgx_ops plan 1"}',
         "[" * 100_000, _text(3.7), _text("12"), _text(True), _text(math.inf), _text(bits=4.0),
         _text(bits="auto"), _text(name=None), _text(group=0.5), _text(group="0"),
+        _text().replace("bits", "rate").replace("4", '"4"'), _text().replace("bits", "rate", 1)
+        .replace("4", "9"), _text().replace("bits", "rate").replace("4", "NaN"),
     ],
 )  # fmt: skip
 def test_other_files_raise(text: str, tmp_path: Path) -> None:
@@ -79,6 +113,8 @@ def test_other_files_raise(text: str, tmp_path: Path) -> None:
         ({"groups": ((0, 1),)}, "each of its 3 tensors must be in one group"),
         ({"groups": ((0, 1), (), (2,))}, "no group may be empty"),
         ({"bits": (4, 9, 4)}, "bits is 9"),
+        ({"bits": (4, 9.0, 4)}, "rate is 9.0"),
+        ({"bits": (4, math.nan, 4)}, "rate is nan"),
         ({"numels": (10, -5, 30)}, r"numels\[1\] is -5; it must be an integer from 0"),
         ({"numels": (10, 5, math.nan)}, r"numels\[2\] is nan; it must be an integer"),
         ({"bits": (4, "auto", 4)}, r"bits\[1\] is 'auto'; it must be an integer from 1 to 32"),
@@ -91,6 +127,7 @@ def test_inconsistent_plans_raise(own: dict, says: str) -> None:
 
 _OTHERS = {
     "bits": (replace(_PLAN, bits=(4, 8, 2)), "has tensor 1 'b' .20 values, 32 bits"),
+    "rate": (replace(_PLAN, bits=(4, 32, 2.0)), "2 bits, .* rank 2 has 'c' .30 values, rate 2.0"),
     "name": (replace(_PLAN, names=("a", "b", "d")), "has tensor 2 'c' .*, rank 2 has 'd'"),
     "groups": (replace(_PLAN, groups=((0,), (1, 2))), "tensor 1 .*group 0.*, rank 2 .*group 1"),
     "order": (replace(_PLAN, groups=((1, 0), (2,))), "has tensor 0 'a'.*, rank 2 has 'b'"),
@@ -238,6 +275,18 @@ def test_the_command_compares_whole_steps(
     assert verdict in capsys.readouterr().out
 
 
+def test_the_command_plans_a_rate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    saved = tmp_path / "plan.json"
+    arguments = ["plan", "4000000", "1000000", "--rate", "0.5", "--save", str(saved)]
+    assert __main__.main(arguments) == 0
+    printed = capsys.readouterr().out
+    assert "Verdict: entropy, rate 0.5 is faster; a planned step takes" in printed
+    assert " at rate 0.5, " in printed
+    row = next(line for line in printed.splitlines() if "entropy, rate 0.5   whole" in line)
+    assert f"{5e6 * 0.5 / 8 / 2**20:.2f}" in row.split()
+    assert Plan.load(saved).bits == (0.5, 0.5)
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -249,6 +298,7 @@ def test_the_command_compares_whole_steps(
         ((1000, "--link", "9" * 400 + "gbit"), "is not a valid rate"),
         ((1000, "--backward", "1e300"), "--backward"),
         ((1000, "--bits", "9"), "--bits"),
+        ((1000, "--bits", "4", "--rate", "2"), "not allowed with argument --bits"),
     ],
 )
 def test_the_command_rejects_invalid_arguments(
@@ -271,6 +321,7 @@ def test_the_command_rejects_invalid_arguments(
         ('{"a": 1000}', ("--save", "/nonexistent/plan.json"), "/nonexistent"),
         ('{"a": 1000}', ("--plot", "plan.foo"), "foo"),
         ('{"a": 1000}', ("--backward", "100000"), "ready"),
+        ('{"a": 1000}', ("--rate", "9"), "Config.rate is 9.0"),
     ],
 )
 def test_the_command_reports_errors_of_a_model(
