@@ -3,7 +3,8 @@
     in some steps       each rank computes the statistic of each free tensor (codec.statistic);
                         ranks average them, exactly, in one small message
     LAG steps later     all ranks have the average, and add it to the mean
-    every `every` steps allocate_bits() (or CGX's clusters) computes new bits from the mean
+    every `every` steps allocate_bits() (or CGX's clusters) computes new bits from the mean; for the
+                        compressor "entropy", allocate_rates() computes new rates
 
 A decision depends only on the averages, which are equal on all ranks to the bit, and on the steps.
 So ranks do not exchange decisions. agree() compares the initial state of the ranks, and the header
@@ -26,10 +27,13 @@ from cgx_ops.errors import InvalidArgument, require_integer
 from cgx_ops.planner.bits import allocate_bits, predicted_error
 from cgx_ops.planner.clusters import cluster_bits
 from cgx_ops.planner.plan import Plan
+from cgx_ops.planner.rates import allocate_rates, bits_of
 
 LAG = 2  # steps from a statistic to its average, so that no step waits for it
 _SAVES = 0.97  # new bits must take at most this share of the old ones,
 _EXCEEDS = 1.1  # unless the error of the old ones exceeds this multiple of the budget
+_BETTER = 0.95  # new rates must have at most this share of the old ones' error,
+_TOTAL = 1.01  # unless the old ones exceed the mean rate by this factor
 _CGX_CHOICES = (2, 3, 4)
 
 
@@ -55,6 +59,9 @@ _SETTINGS = ("every", "samples", "budget", "choices", "alpha", "most_changes")
 class AdaptiveBits:
     """Bits of each tensor that are decided again every `every` steps, equal on all ranks.
 
+    With the compressor "entropy", tensors get rates instead: their mean, weighted by sizes, is the
+    rate of the config, and their error is the least.
+
     Objects can be pickled; a run that resumes with one gets the same bits. Pass it to
     QuantizedAllreduceState or fsdp.compress() in PyTorch; in JAX call advance() and observe(). The
     arguments are attributes, too.
@@ -63,14 +70,15 @@ class AdaptiveBits:
         every: Steps from one decision to the next.
         samples: How many of these steps compute statistics, evenly spaced. It must divide `every`.
         budget: "squared" or "norm", see allocate_bits(); or "clusters": CGX's k-means, without a
-            budget.
+            budget. Not for "entropy".
         choices: Bits that tensors may have. None: those of allocate_bits(); (2, 3, 4) for
-            "clusters".
-        alpha: The budget as a multiple of the error of uniform bits.
+            "clusters". Not for "entropy".
+        alpha: The budget as a multiple of the error of uniform bits. Not for "entropy".
         most_changes: Largest number of changes, after which the bits stay. None: no limit.
 
     Attributes:
-        bits: The current bits by name. Tensors that are not in it have the bits of the config.
+        bits: The current bits, or for "entropy" the rates, by name. Tensors that are not in it have
+            those of the config.
         numels: Values of each tensor in `bits`.
         changes: How often the bits have changed.
 
@@ -119,7 +127,7 @@ class AdaptiveBits:
         self.budget: Literal["squared", "norm", "clusters"] = budget
         self.choices = None if choices is None else tuple(choices)
         self.alpha, self.most_changes = alpha, most_changes
-        self.bits: dict[str, int] = {}
+        self.bits: dict[str, float] = {}
         self.numels: dict[str, int] = {}
         self.changes = 0
         self._arrived: list[Sample] = []  # not yet counted
@@ -134,9 +142,11 @@ class AdaptiveBits:
             config: The config of the tensors.
 
         Raises:
-            InvalidArgument: Its compressor does not have all choices.
+            InvalidArgument: Its compressor does not have all choices, or a setting is not for it.
             Unsupported: Its error cannot be predicted.
         """
+        if config.compressor == "entropy":
+            self._check_for_rates()
         try:
             for bits in self.choices or (EXACT_BITS,):
                 predicted_error(0.0, bits, config)
@@ -162,7 +172,7 @@ class AdaptiveBits:
         Raises:
             Unsupported: Its error cannot be predicted.
         """
-        predicted_error(0.0, config.bits, config)
+        predicted_error(0.0, bits_of(config), config)
         if self.budget != "clusters" or config.compressor == "levels":
             return config
         # The statistic of "levels" is the energy.
@@ -195,10 +205,14 @@ class AdaptiveBits:
 
         Args:
             step: The step that begins.
-            config: Its bits are the uniform bits; its compressor and rounding determine the errors.
+            config: Its bits are the uniform bits, or its rate the mean rate; its compressor and
+                rounding determine the errors.
 
         Returns:
             Whether bits changed.
+
+        Raises:
+            InvalidArgument: The settings are not for this config; see check().
         """
         changed = False
         while self._arrived and self._arrived[0].step + LAG <= step:
@@ -282,12 +296,39 @@ class AdaptiveBits:
         statistics = [n * s / counted for n, s in zip(sample.numels, sums, strict=True)]
         return self._decide(dict(zip(sample.names, sample.numels, strict=True)), statistics, config)
 
+    def _check_for_rates(self) -> Literal["squared", "norm"]:
+        """Return the budget of rates; raise InvalidArgument if a setting is not for "entropy"."""
+        given = "choices" if self.choices is not None else "alpha" if self.alpha != 1 else None
+        if given is not None:
+            raise InvalidArgument(
+                f"AdaptiveBits.{given} is {getattr(self, given)!r}, but compressor 'entropy' has "
+                f"rates, whose mean is Config.rate: leave {given} out"
+            )
+        if self.budget == "clusters":
+            raise InvalidArgument(
+                "AdaptiveBits.budget is 'clusters', which chooses bits; for compressor 'entropy' "
+                "use 'squared' or 'norm'"
+            )
+        return self.budget
+
     def _decide(
         self, numels: Mapping[str, int], statistics: Sequence[float], config: Config
     ) -> bool:
         counts = list(numels.values())
-        now = [self.bits.get(name, config.bits) for name in numels]
-        if self.budget == "clusters":
+        now = [self.bits.get(name, bits_of(config)) for name in numels]
+
+        def lost(bits: Sequence[float]) -> float:
+            squared = (predicted_error(s, b, config) for s, b in zip(statistics, bits, strict=True))
+            return math.fsum(map(math.sqrt, squared) if self.budget == "norm" else squared)
+
+        found: Sequence[float]
+        if config.compressor == "entropy":
+            budget = self._check_for_rates()
+            found = allocate_rates(statistics, counts, budget, config=config)
+            worth = lost(found) <= _BETTER * lost(now) or _total(counts, now) > _TOTAL * bits_of(
+                config
+            ) * sum(counts)
+        elif self.budget == "clusters":
             norms = [math.sqrt(s) for s in statistics]
             found = cluster_bits(norms, counts, self.choices or _CGX_CHOICES)
             worth = found != now
@@ -296,13 +337,6 @@ class AdaptiveBits:
                 statistics, counts, self.budget,
                 config=config, choices=self.choices, alpha=self.alpha,
             )  # fmt: skip
-
-            def lost(bits: Sequence[int]) -> float:
-                squared = (
-                    predicted_error(s, b, config) for s, b in zip(statistics, bits, strict=True)
-                )
-                return math.fsum(squared if self.budget == "squared" else map(math.sqrt, squared))
-
             uniform = lost([config.bits] * len(counts))
             worth = (
                 _total(counts, found) <= _SAVES * _total(counts, now)
@@ -315,5 +349,5 @@ class AdaptiveBits:
         return True
 
 
-def _total(numels: Sequence[int], bits: Sequence[int]) -> int:
+def _total(numels: Sequence[int], bits: Sequence[float]) -> float:
     return sum(n * b for n, b in zip(numels, bits, strict=True))

@@ -3,11 +3,12 @@
 import pickle
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from support.launch import threads
 
 from cgx_ops import Communicator, Config, InvalidArgument, MismatchError, Unsupported
-from cgx_ops.planner import AdaptiveBits, allocate_bits
+from cgx_ops.planner import AdaptiveBits, allocate_bits, allocate_rates, statistic
 from cgx_ops.planner.adaptive import LAG, Sample
 
 NAMES, NUMELS = ("a", "b", "c"), (1000, 50_000, 2000)
@@ -16,16 +17,27 @@ SPREAD = (9.0, 0.1, 400.0)  # losses per value
 
 
 def _fed(
-    bits: AdaptiveBits, losses: list[tuple[float, ...]], first: int = 0
-) -> list[dict[str, int]]:
+    bits: AdaptiveBits,
+    losses: list[tuple[float, ...]],
+    first: int = 0,
+    config: Config = CONFIG,
+) -> list[dict[str, float]]:
     """Return the bits of each step; every step gives a sample."""
     found = []
     for step, each in enumerate(losses, first):
-        bits.advance(step, CONFIG)
+        bits.advance(step, config)
         found.append(dict(bits.bits))
         if bits.measures(step):
             bits.arrive(Sample(step, NAMES, NUMELS, each))
     return found
+
+
+RATE = Config(compressor="entropy", rate=2)
+
+
+def _rates(losses: tuple[float, ...], config: Config = RATE) -> dict[str, float]:
+    statistics = [n * x for n, x in zip(NUMELS, losses, strict=True)]
+    return dict(zip(NAMES, allocate_rates(statistics, NUMELS, config=config), strict=True))
 
 
 def _allocated(losses: tuple[float, ...]) -> dict[str, int]:
@@ -100,6 +112,79 @@ def test_plan_has_the_current_bits() -> None:
     assert (
         bits.mean_bits == sum(bits.bits[n] * c for n, c in zip(NAMES, NUMELS, strict=True)) / total
     )
+
+
+def test_entropy_gets_rates_with_the_mean_of_the_config() -> None:
+    bits = AdaptiveBits(every=2, samples=2)
+    found = _fed(bits, [SPREAD] * 4, config=RATE)
+    assert found[3] == _rates(SPREAD) and {type(rate) for rate in found[3].values()} == {float}
+    assert 1.99 < bits.mean_bits <= 2
+    assert found[3]["b"] < 2 < found[3]["a"] < found[3]["c"]
+    assert bits.plan().rules.of("a", 1, RATE).rate == found[3]["a"]
+
+
+def test_rates_are_stable_for_small_gains() -> None:
+    bits = AdaptiveBits(every=1, samples=1)
+    _fed(bits, [SPREAD] * 3, config=RATE)
+    before = dict(bits.bits)
+    _fed(bits, [(9.5, 0.1, 390.0)] * 3, first=3, config=RATE)
+    assert bits.bits == before and bits.changes == 1
+    _fed(bits, [SPREAD[::-1]] * 3, first=6, config=RATE)
+    assert bits.bits == _rates(SPREAD[::-1]) and bits.changes == 2
+    equal = AdaptiveBits(every=1, samples=1)
+    _fed(equal, [(1.0, 1.0, 1.0)] * 3, config=RATE)
+    assert equal.bits == {}  # the rate of the config is the best
+
+
+def test_rates_follow_the_mean_of_the_config() -> None:
+    bits = AdaptiveBits(every=1, samples=1)
+    _fed(bits, [SPREAD] * 3, config=RATE)
+    for first, rate in ((3, 1.9), (6, 2.5)):  # fewer bytes, then less error
+        config = replace(RATE, rate=rate)
+        _fed(bits, [SPREAD] * 3, first=first, config=config)
+        assert bits.bits == _rates(SPREAD, config)
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"choices": (2, 4)}, r"choices is \(2, 4\), but .*'entropy' has rates"),
+        ({"alpha": 2.0}, "alpha is 2.0, but .*'entropy' has rates"),
+        ({"budget": "clusters"}, "budget is 'clusters', which chooses bits"),
+    ],
+)
+def test_settings_of_bits_are_refused_for_rates(settings: dict, says: str) -> None:
+    bits = AdaptiveBits(every=1, samples=1, **settings)
+    with pytest.raises(InvalidArgument, match=says):
+        bits.check(RATE)
+    with pytest.raises(InvalidArgument, match=says):
+        _fed(bits, [SPREAD] * 3, config=RATE)
+    bits.check(replace(CONFIG, error_feedback=False))
+
+
+def test_rates_of_two_ranks_are_equal() -> None:
+    """The ranks have different values; only the averages of their statistics count."""
+
+    def run(rank: int, comm: Communicator) -> tuple[dict[str, float], list[list[float]]]:
+        bits, averages = AdaptiveBits(every=2, samples=2), []
+        for step in range(4):
+            bits.advance(step, RATE)
+            bits.agree(comm)
+            random = np.random.default_rng(10 * step + rank)
+            own = [
+                scale * random.standard_normal(n).astype(np.float32)
+                for scale, n in zip((3, 0.3, 20), NUMELS, strict=True)
+            ]
+            losses = np.array([statistic(x, RATE) / x.size for x in own], np.float32)
+            averages.append(comm.allreduce(losses, "avg", bits=32).tolist())
+            numels = dict(zip(NAMES, NUMELS, strict=True))
+            bits.observe(step, numels, dict(zip(NAMES, averages[-1], strict=True)))
+        return bits.bits, averages
+
+    (first, averages), second = threads(2, run)
+    assert (first, averages) == second
+    losses = tuple(np.mean(averages[:2], axis=0).tolist())
+    assert first == _rates(losses)
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from cgx_ops._core import tables
 from cgx_ops._core.codec import statistic_at
 from cgx_ops._core.tables import EXACT_BITS
 from cgx_ops.planner.adaptive import LAG, AdaptiveBits, Sample
+from cgx_ops.planner.rates import settings_of
 from cgx_ops.torch.averaging.layers import Layer
 from cgx_ops.torch.graph.work import DTYPES
 
@@ -27,7 +28,7 @@ Runs = Sequence[torch.Tensor]
 
 
 # A rule that sets one of these fixes the bits of its layers.
-_FIXED = {"bits", "compressor", "rounding", "rotation"}
+_FIXED = {"bits", "compressor", "rate", "rounding", "rotation"}
 
 
 class _Exchange(NamedTuple):
@@ -69,20 +70,28 @@ class Adaptation:
         self._step = step
         self._take(until=step - LAG)
         if self._adaptive.advance(step, config) and communicator.rank == 0:
+            budget = (
+                "at the least error"
+                if config.compressor == "entropy"
+                else f"for the error of {config.bits} bits"
+            )
             _log.info(
-                "step %d: %.3g bits a value on average, for the error of %d bits: %s",
-                step, self._adaptive.mean_bits, config.bits, self._adaptive.bits,
+                "step %d: %.3g bits a value on average, %s: %s",
+                step, self._adaptive.mean_bits, budget, self._adaptive.bits,
             )  # fmt: skip
 
     def segments(self, layers: Sequence[Layer], segments: Sequence[Segment]) -> list[Segment]:
-        """Return the layers' segments, with the current bits where bits are not fixed."""
+        """Return the layers' segments, with the current bits or rates where none are fixed."""
         bits = self._adaptive.bits
         return [
-            replace(each, config=(each.config or self._config).with_own(bits=bits[layer.name]))
+            replace(each, config=self._with_bits(each, bits[layer.name]))
             if layer.name in bits and self._is_free(layer)
             else each
             for layer, each in zip(layers, segments, strict=True)
         ]
+
+    def _with_bits(self, segment: Segment, bits: float) -> Config:
+        return (segment.config or self._config).with_own(**settings_of(bits))
 
     def measure(
         self,
@@ -119,7 +128,7 @@ class Adaptation:
             self._start(communicator)
 
     def _is_free(self, layer: Layer) -> bool:
-        """Return whether no rule sets the bits or the encoding of a layer."""
+        """Return whether no rule sets the bits, the rate or the encoding of a layer."""
         own = self._rules.overrides(layer.name, layer.dimensions, self._config)
         return bool(layer.name) and not own.keys() & _FIXED
 
