@@ -11,7 +11,10 @@ from cgx_ops.jax._src.collectives.options import name_of_leaf
 
 
 def statistics(
-    tree: Any, *, bucket_size: int = 512, compressor: Literal["uniform", "levels"] = "uniform"
+    tree: Any,
+    *,
+    bucket_size: int = 512,
+    compressor: Literal["uniform", "levels", "entropy"] = "uniform",
 ) -> dict[str, jax.Array]:
     """Measure how large the quantization error of each leaf must be, as input of adaptive bits.
 
@@ -26,8 +29,8 @@ def statistics(
     Args:
         tree: A pytree of arrays, such as a device's own gradients.
         bucket_size: The bucket size with which leaves are sent. Default 512.
-        compressor: "uniform" (default) or "levels", as leaves are sent. "uniform" measures the
-            ranges of buckets, "levels" the mean square.
+        compressor: "uniform" (default), "levels" or "entropy", as leaves are sent. "uniform"
+            measures the ranges of buckets, the others the mean square.
 
     Returns:
         A dict from leaf name, as in rules and plans, to a float32 scalar. Empty leaves are left
@@ -42,15 +45,15 @@ def statistics(
         >>> statistics({"kernel": jnp.array([0.0, 3.0, 6.0])})
         {'kernel': Array(3., dtype=float32)}
     """
-    if compressor not in ("uniform", "levels") or bucket_size < 1:
+    if compressor not in ("uniform", "levels", "entropy") or bucket_size < 1:
         raise InvalidArgument(
             f"compressor is {compressor!r} and bucket_size is {bucket_size}; compressor must be "
-            "'uniform' or 'levels', and bucket_size at least 1"
+            "'uniform', 'levels' or 'entropy', and bucket_size at least 1"
         )
 
     def loss(leaf: Any) -> jax.Array:
         flat = jnp.reshape(leaf, -1).astype(jnp.float32)
-        if compressor == "levels":
+        if compressor != "uniform":
             return jnp.mean(jnp.square(flat))
         size = min(bucket_size, flat.size)
         buckets = math.ceil(flat.size / size)
