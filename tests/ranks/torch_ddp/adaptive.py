@@ -24,7 +24,8 @@ from torch.nn.parallel import DistributedDataParallel
 import cgx_ops.torch
 from cgx_ops import Config, InvalidArgument, Rules, Unsupported, autotune
 from cgx_ops._core.verdicts import Timings, Verdict
-from cgx_ops.planner import AdaptiveBits, allocate_bits
+from cgx_ops.planner import AdaptiveBits, allocate_bits, allocate_rates
+from cgx_ops.rules import pattern_of
 from cgx_ops.torch import ddp
 
 from .common import (
@@ -61,14 +62,14 @@ def adapting(config: Config = NEAREST, bits: Any = None, **options: Any) -> Any:
 # ---- values --------------------------------------------------------------------------------------
 
 
-def losses(step: int, names: list[str]) -> np.ndarray:
+def losses(step: int, names: list[str], *, ranges: bool = True) -> np.ndarray:
     """Return each layer's statistic by bits, averaged over the ranks."""
     by_rank = []
     for rank in range(SIZE):
         alone = local_gradients(rank, (step,), spare=True)
         flat = [tc.to_numpy(alone[name]).reshape(-1) for name in names]
         by_rank.append(
-            [reference.statistic(x, NEAREST.bucket_size, ranges=True) / x.size for x in flat]
+            [reference.statistic(x, NEAREST.bucket_size, ranges=ranges) / x.size for x in flat]
         )
     return reference.reduce_in_order("avg", list(np.array(by_rank, np.float32))) / np.float32(SIZE)
 
@@ -103,6 +104,30 @@ def bits_follow_the_gradients() -> None:
             same(gradients_of(model), want, (own, step))
         assert state.adaptive.bits == {name: bits[name] for name in names}
         assert state.adaptive.changes == 1
+
+
+def rates_follow_the_gradients() -> None:
+    """Compare rates with the oracle's, and gradients with those of a model with rules."""
+    config = Config(compressor="entropy", rate=3, error_feedback=False)
+    model, state = adapting(config, bits=adaptive(budget="squared"))
+    assert state.adaptive is not None
+    for step in range(7):
+        model.zero_grad()
+        model(images(RANK, step), spare=True).square().sum().backward()
+    numels = {name: p.numel() for name, p in model.module.named_parameters()}
+    counts = [numels[name] for name in FREE]
+    sums = np.zeros(len(FREE))
+    for measured_step in (0, 2):
+        sums += losses(measured_step, FREE, ranges=False)
+    statistics = [n * s / 2 for n, s in zip(counts, sums, strict=True)]
+    rates = dict(zip(FREE, allocate_rates(statistics, counts, config=config), strict=True))
+    assert set(rates.values()) != {3.0}, "the rates must change, or the test checks nothing"
+    assert state.adaptive.bits == rates
+    rules = Rules((pattern_of(name), {"rate": rate}) for name, rate in rates.items())
+    other, _ = hooked(network(), config, rules=rules)
+    other(images(RANK, 6), spare=True).square().sum().backward()
+    same(gradients_of(model), gradients_of(other))
+    identical_on_all_ranks(gradients_of(model))
 
 
 def overflow_is_not_counted() -> None:
@@ -184,6 +209,11 @@ def invalid_settings() -> None:
         "choices is (2, 8): bits is 8",
         lambda: state(Config(bits=3, compressor="levels"), adaptive(choices=(2, 8))),
     )
+    fails(
+        InvalidArgument,
+        "budget is 'clusters', which chooses bits",
+        lambda: state(Config(compressor="entropy"), adaptive(budget="clusters")),
+    )
     fails(InvalidArgument, "every is 4 and samples is 5", lambda: adaptive(samples=5))
     fails(InvalidArgument, "budget is 'cubed'", lambda: adaptive(budget="cubed"))
 
@@ -255,6 +285,7 @@ def auto_bits_of_group_depend_on_size() -> None:
     identical_on_all_ranks(gradients_of(model))
 
 
-CHECKS = [bits_follow_the_gradients, overflow_is_not_counted, clusters_option]
+CHECKS = [bits_follow_the_gradients, rates_follow_the_gradients]
+CHECKS += [overflow_is_not_counted, clusters_option]
 CHECKS += [resumed_bits_are_equal, mismatched_ranks_raise, invalid_settings]
 CHECKS += [auto_bits_decided_once_per_model, auto_bits_of_group_depend_on_size]
