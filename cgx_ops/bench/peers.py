@@ -26,6 +26,7 @@ from cgx_ops import Config
 from cgx_ops._core.arrays import Array
 from cgx_ops._core.codec import encoded_bytes
 from cgx_ops._core.exchange import free_address
+from cgx_ops._core.tables import COMPRESSORS
 from cgx_ops._core.verdicts import EXACT
 
 if TYPE_CHECKING:
@@ -319,11 +320,9 @@ PEERS = {
 
 def cgx(x: Array, out: Array, config: Config) -> Contender:
     """Return the contender cgx_ops.allreduce() among all ranks."""
-    return Contender(
-        lambda: cgx_ops.allreduce(x, config=config, out=out),
-        out.copy,
-        encoded_bytes(x.size, config),
-    )
+    varies = config.bits != EXACT and not COMPRESSORS[config.compressor]["fixed_length"]
+    size = len(cgx_ops.quantize(x, config)) if varies else encoded_bytes(x.size, config)
+    return Contender(lambda: cgx_ops.allreduce(x, config=config, out=out), out.copy, size)
 
 
 def cgx_name(config: Config) -> str:
