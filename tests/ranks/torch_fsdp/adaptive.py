@@ -18,7 +18,8 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.fsdp import fully_shard
 
 from cgx_ops import Config, InvalidArgument, Rules, Unsupported
-from cgx_ops.planner import AdaptiveBits, allocate_bits
+from cgx_ops.planner import AdaptiveBits, allocate_bits, allocate_rates
+from cgx_ops.planner.rates import bits_of
 from cgx_ops.torch import fsdp
 
 from .common import CLASSES, EXACT, WIDTH, Model, recorded, sharded, weights
@@ -27,6 +28,7 @@ from .refusals import refuses
 
 NEAREST = Config(bits=4, bucket_size=64, rounding="nearest", error_feedback=False)
 KEPT = Config(bits=3, bucket_size=64, error_feedback=True)
+ENTROPY = Config(compressor="entropy", rate=4, error_feedback=False)
 
 
 def adaptive(**options: Any) -> AdaptiveBits:
@@ -35,9 +37,15 @@ def adaptive(**options: Any) -> AdaptiveBits:
 
 def bits_follow_the_gradients() -> None:
     """Check that statistics of steps 0 and 2, averaged over ranks, determine the bits of step 4."""
-    for rules in (Rules(), Rules([(r"blocks\.1\.linear\.weight", 8)])):
+    one = r"blocks\.1\.linear\.weight"
+    for config, allocate, rules in (
+        (NEAREST, allocate_bits, Rules()),
+        (NEAREST, allocate_bits, Rules([(one, 8)])),
+        (ENTROPY, allocate_rates, Rules()),
+        (ENTROPY, allocate_rates, Rules([(one, {"rate": 8.0})])),
+    ):
         model: Any = sharded(Model())
-        state = fsdp.compress(model, NEAREST, adaptive=adaptive(), rules=rules)
+        state = fsdp.compress(model, config, adaptive=adaptive(), rules=rules)
         size, steps = dist.get_world_size(), []
         with recorded() as messages:
             for step in range(6):
@@ -64,7 +72,8 @@ def bits_follow_the_gradients() -> None:
                 rows = tc.to_numpy(message.input).reshape(size, -1)
                 rows = rows[:, segment.offset : segment.offset + segment.numel]
                 numels[name] = rows.size
-                found = [reference.statistic(x, NEAREST.bucket_size, ranges=True) for x in rows]
+                ranges = config is NEAREST
+                found = [reference.statistic(x, config.bucket_size, ranges=ranges) for x in rows]
                 mine[name] = sum(found) / rows.size
             everyones: list[Any] = [None] * size
             dist.all_gather_object(everyones, [mine[name] for name in free])
@@ -72,13 +81,13 @@ def bits_follow_the_gradients() -> None:
             sums += reference.reduce_in_order("avg", of_ranks) / np.float32(size)
         counts = [numels[name] for name in free]
         losses = [n * s / 2 for n, s in zip(counts, sums, strict=True)]
-        want = dict(zip(free, allocate_bits(losses, counts, "norm", config=NEAREST), strict=True))
+        want = dict(zip(free, allocate(losses, counts, "norm", config=config), strict=True))
         assert set(want.values()) != {4}, "the bits must change, or the test checks nothing"
         assert state.adaptive is not None
         assert state.adaptive.bits == want
         for step, sent in enumerate(steps):
             for name, message in zip(order, sent, strict=True):
-                (bits,) = [s.config.bits for s in message.segments if s.config.bits != 32]
+                (bits,) = [bits_of(s.config) for s in message.segments if s.config.bits != 32]
                 assert bits == (8 if name in fixed else want[name] if step >= 4 else 4), (
                     step,
                     name,
