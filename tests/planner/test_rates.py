@@ -35,6 +35,17 @@ def test_predicted_error_equals_the_measured_one(rounding: str) -> None:
     assert predicted_error(7.0, 32, config) == 0
 
 
+@pytest.mark.parametrize("name", ["laplace", "t3"])
+def test_heavy_tails_have_less_error_than_predicted(name: str) -> None:
+    rng = np.random.default_rng(0)
+    drawn = rng.laplace(size=_NUMEL) if name == "laplace" else rng.standard_t(3, size=_NUMEL)
+    values = drawn.astype(np.float32)
+    for rate in (0.5, 1, 2, 3, 4):
+        config = _entropy(rate)
+        share = _measured(values, config) / predicted_error(statistic(values, config), rate, config)
+        assert 0.5 < share < 0.95, rate
+
+
 @pytest.mark.parametrize("rounding", ["nearest", "shift"])
 def test_errors_fall_and_are_convex(rounding: str) -> None:
     rates = np.arange(25, 801) / 100

@@ -60,9 +60,10 @@ class QuantizedAllreduceState(HookState):
         auto_bits: measure in the first backward which bits are fastest for a bucket of this model
             (`cgx_ops.bits_for`), and use them in `config`. CPU only.
         adaptive: a `cgx_ops.planner.AdaptiveBits` that adapts each layer's bits to its gradients:
-            the error of config.bits with fewer bytes. Layers whose bits or compressor a rule sets
-            keep them. Needs carrier="native" and compressor "uniform" or "levels". None: bits are
-            constant.
+            the error of config.bits with fewer bytes; for compressor "entropy", each layer's rate,
+            with the mean config.rate and the least error. Layers whose bits, rate or compressor a
+            rule sets keep them. Needs carrier="native" and compressor "uniform", "levels" or
+            "entropy". None: bits are constant.
         **keywords: `bits`, `bucket_size`, `compressor` or `rounding`; each overrides that field of
             `config`.
 

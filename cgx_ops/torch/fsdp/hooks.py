@@ -71,8 +71,9 @@ def compress(
         feedback: how residuals of gradients are stored, for example `LOCO`. None: `Feedback()` if
             `gradients.keeps_residuals` is True. CPU only.
         adaptive: a `cgx_ops.planner.AdaptiveBits` that adapts the bits of each parameter's
-            gradient, with the error of gradients.bits. Parameters whose bits a rule sets keep them.
-            Measured on the host. All modules must be sharded over all ranks.
+            gradient, with the error of gradients.bits; for compressor "entropy" the rates, with the
+            mean gradients.rate. Parameters whose bits or rate a rule sets keep them. Measured on
+            the host. All modules must be sharded over all ranks.
         seed: seed of random rounding, 0 or more.
 
     Returns:
