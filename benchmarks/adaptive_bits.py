@@ -4,12 +4,13 @@
 
 The three models of examples/methods train with uniform bits and with each budget of
 planner.AdaptiveBits, with several seeds. All methods of a task and seed take turns. Bytes are those
-of the last turn, when the bits have settled. Losses and scores are on held-out examples.
+of the last turn, when the bits have settled. Losses and scores are on held-out examples. With
+--rate, the compressor is "entropy", and rates adapt: the bytes stay, and the error is less.
 """
 
 import argparse
 import statistics
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import torch.distributed as dist
@@ -52,6 +53,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Bits that follow gradients, against uniform ones")
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=[*TASKS])
     parser.add_argument("--bits", type=int, default=4, help="uniform (default 4)")
+    parser.add_argument("--rate", type=float, help='of "entropy", instead of --bits')
     parser.add_argument("--seeds", type=int, default=3, help="trainings of each (default 3)")
     parser.add_argument("--steps", type=int, default=400, help="of each training (default 400)")
     parser.add_argument("--json", metavar="FILE", help="also write the results there")
@@ -74,9 +76,10 @@ def main() -> None:
 def _trained(name: str, run: Run, options: argparse.Namespace) -> list[Found]:
     """Train a task with one seed and all methods, a few steps of each in turn."""
     states: dict[str, ddp.QuantizedAllreduceState] = {}
-    for method in (_UNIFORM, *_BUDGETS):
+    methods = _methods(options)
+    for method in methods:
         METHODS[method] = _method(method, options, states)
-    trainings = {method: Training(method, run, options.steps) for method in (_UNIFORM, *_BUDGETS)}
+    trainings = {method: Training(method, run, options.steps) for method in methods}
     steps, sent = options.steps // _TURNS, dict.fromkeys(trainings, 0)
     for _ in range(_TURNS):
         for method, training in trainings.items():
@@ -86,7 +89,7 @@ def _trained(name: str, run: Run, options: argparse.Namespace) -> list[Found]:
     found = []
     for method, training in trainings.items():
         curve, adaptive = training.end(), states[method].adaptive
-        bits = float(options.bits) if adaptive is None else adaptive.mean_bits
+        bits = float(options.rate or options.bits) if adaptive is None else adaptive.mean_bits
         found.append(
             Found(
                 name, method, run.seed, options.steps, bits, adaptive.changes if adaptive else 0,
@@ -94,6 +97,11 @@ def _trained(name: str, run: Run, options: argparse.Namespace) -> list[Found]:
             )
         )  # fmt: skip
     return found
+
+
+def _methods(options: argparse.Namespace) -> list[str]:
+    budgets = _BUDGETS if options.rate is None else _BUDGETS[:2]  # "clusters" are for bits
+    return [_UNIFORM, *budgets]
 
 
 def _method(
@@ -105,9 +113,12 @@ def _method(
         adaptive = (
             None if name == _UNIFORM else AdaptiveBits(every=every, samples=10, budget=name)  # pyright: ignore[reportArgumentType]
         )
-        state = ddp.QuantizedAllreduceState(
-            config=replace(Config(options.bits), seed=run.seed), adaptive=adaptive
+        config = (
+            Config(options.bits)
+            if options.rate is None
+            else Config(compressor="entropy", rate=options.rate)
         )
+        state = ddp.QuantizedAllreduceState(config=config, seed=run.seed, adaptive=adaptive)
         wrapped.register_comm_hook(state, ddp.quantized_allreduce_hook)
         states[name] = state
         return wrapped, run.optimizer(wrapped)
@@ -120,7 +131,7 @@ def _table(found: list[Found], options: argparse.Namespace) -> Table:
     for task in options.tasks:
         sections.append(len(rows))
         uniform = [one for one in found if (one.task, one.method) == (task, _UNIFORM)]
-        for method in (_UNIFORM, *_BUDGETS):
+        for method in _methods(options):
             ones = [one for one in found if (one.task, one.method) == (task, method)]
             sent = statistics.mean(one.bytes_per_step for one in ones)
             saved = 1 - sent / statistics.mean(one.bytes_per_step for one in uniform)
@@ -132,7 +143,7 @@ def _table(found: list[Found], options: argparse.Namespace) -> Table:
                     "identical" if all(one.identical for one in ones) else "DIFFER",
                 ]
             )  # fmt: skip
-    title = f"Adaptive bits against uniform {options.bits}: {options.steps} steps, "
+    title = f"Adaptive bits against uniform {options.rate or options.bits}: {options.steps} steps, "
     title += f"{options.seeds} seeds, {dist.get_world_size()} ranks"
     columns = ["task", "bits", "bits a value", "bytes/step", "saved", "loss", "score", "weights"]
     notes = ["Loss, score: mean over seeds, ± half the range."]
