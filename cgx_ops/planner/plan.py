@@ -111,7 +111,11 @@ class Plan:
             InvalidArgument: The margin is less than 1; see also Plan and partition().
         """
         config = Config() if config is None else config
-        each = [bits_of(config)] * len(numels) if bits is None else list(bits)
+        each = (
+            [bits_of(config)] * len(numels)
+            if bits is None
+            else [_bits(i, b) for i, b in enumerate(bits)]
+        )
         if len(each) != len(numels):
             raise InvalidArgument(
                 f"there are {len(each)} bits for {len(numels)} tensors; give one entry each"

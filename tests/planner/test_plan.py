@@ -57,7 +57,7 @@ def test_rates_in_a_plan(tmp_path: Path) -> None:
     numels = {"a.weight": 100_000, "b.bias": 1000, "c": 5000}
     plan = Plan.of(numels, [0.1] * 3, _COSTS, config=config)
     assert plan.bits == (2.5, 2.5, 2.5)
-    plan = Plan.of(numels, [0.1] * 3, _COSTS, config=config, bits=[3.0, 0.25, 32])
+    plan = Plan.of(numels, [0.1] * 3, _COSTS, config=config, bits=[3.0, np.float32(0.25), 32])  # pyright: ignore
     plan.save(tmp_path / "plan.json")
     loaded = Plan.load(tmp_path / "plan.json")
     assert loaded == plan and [*map(type, loaded.bits)] == [float, float, int]
