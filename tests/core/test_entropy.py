@@ -157,24 +157,26 @@ def test_lengths(rate: float, rounding: Rounding) -> None:
     for draw, _ in DRAWS.values():
         x = draw(np.random.default_rng(9)).astype(np.float32)
         bits = 8 * round_trip(x, rate, rounding)[1] / BLOCK
-        assert rate - 0.01 <= bits <= 1.02 * rate
+        # With shift rounding the length depends on the noise, but the step does not.
+        noise = 0.01 if rounding == "shift" else 0.0
+        assert rate - 0.01 - noise <= bits <= 1.02 * rate + noise
 
 
 @pytest.mark.parametrize("rate", [1.0, 3.0])
 def test_shift_is_unbiased(rate: float) -> None:
     """Compare the mean error of each value over many seeds with that of independent errors.
 
-    Their mean squares have the ratio 1 if the errors are unbiased, and the number of seeds if they
-    do not depend on the seed. The noise of all values follows from one number per seed, so the
-    ratio varies by about sqrt(2 / seeds) = 0.1.
+    Their mean squares have the expected ratio 1 if the errors are unbiased, and the number of seeds
+    if they do not depend on the seed. The noise of all values follows from one number per seed.
+    So the ratio varies like its first harmonic, and exceeds 4 with a probability of about e^-4.
     """
-    x, seeds = values("heavy", 2048, "float32"), 200
+    x, seeds = values("heavy", 2048, "float32"), 400
     errors = np.empty((seeds, x.size))
     for seed in range(seeds):
         data = quantize(x, config(rate, "shift"), seed=seed)
         errors[seed] = dequantize(data, x.size, x.dtype, config(rate, "shift")) - x
     ratio = np.square(errors.mean(axis=0)).mean() / (np.square(errors).mean() / seeds)
-    assert ratio < 1.5
+    assert ratio < 4
 
 
 # ---- malformed blocks ----------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from . import rans
-from .entropy_symbols import Grid, Ints, Parts, parts_of
+from .entropy_symbols import Grid, Ints, Parts, key_of, parts_of, step_of
 from .values import Float32s
 
 OCTAVE = 1 << 15  # of keys
@@ -99,12 +99,12 @@ class Search:
         keys = np.abs(x).view(np.uint32).astype(np.int64) >> 8
         coarsest = 7 if dithered else 1
         self.highest = max(LOWEST, min(int(keys.max()) + coarsest * OCTAVE + 1, HIGHEST))
-        self.lowest = max(LOWEST, self.highest - 30 * OCTAVE)
         keys = keys[self.sample]
         keys = keys[keys >= LOWEST]
         n = len(self.sample)
         self.nonzero = max(len(keys), n // 64, 1)
         mean = int(keys.sum()) // len(keys) if len(keys) else self.highest
+        self.lowest = max(LOWEST, mean - 30 * OCTAVE)
         each = min(20 * _BILLION, rate * n // self.nonzero)
         self.first = mean + 3 * OCTAVE - each * OCTAVE // _BILLION
         self.first = min(max(self.first, self.lowest), self.highest)
@@ -139,9 +139,10 @@ class Search:
         return key
 
     def slope(self, key: int) -> int:
-        """Return how much more the sample costs if the step is a quarter of an octave smaller."""
-        finer = sample_cost(self.in_sample(max(LOWEST, key - OCTAVE // 4)))
-        return max(finer - sample_cost(self.in_sample(key)), self.nonzero << (_BIT - 6))
+        """Return how much more the sample costs if the step is an eighth smaller."""
+        finer = key_of(step_of(key) * np.float32(0.875))
+        cost = sample_cost(self.in_sample(max(LOWEST, finer)))
+        return max(cost - sample_cost(self.in_sample(key)), self.nonzero << (_BIT - 6))
 
     def run(self, size: Callable[[Parts], int]) -> int:
         """Return the key. size: the size of a block in bits."""
@@ -154,7 +155,8 @@ class Search:
             above = size(parts_of(self.x, self.at, grid, self.width)) - self.wanted
             if -near * (1 if turn == 0 else 2) <= above <= near:
                 return key
-            move = (above * (OCTAVE // 4) << 14) // (slope * n // len(self.sample) >> _BIT - 14)
+            mantissa = OCTAVE + key % OCTAVE
+            move = (above * mantissa << 11) // (slope * n // len(self.sample) >> 10)
             key = bracket.next(key, above, move)
             if bracket.ended(key):
                 break

@@ -30,6 +30,8 @@ int64_t own_cost(const Container& counts, int64_t total) {
 
 float step_of_key(int64_t key) { return std::bit_cast<float>(static_cast<uint32_t>(key << 8)); }
 
+int64_t key_of_step(float step) { return std::bit_cast<uint32_t>(step) >> 8; }
+
 void EntropyLevels::encode(const float* values, int64_t numel, int64_t stride,
                            const EntropyGrid& grid) {
   const size_t room = (numel + kGroup - 1) / kGroup * kGroup;
@@ -66,7 +68,6 @@ EntropySearch::EntropySearch(const float* values, int64_t numel, uint32_t larges
 
   const int64_t coarsest = dithered ? 7 : 1;
   highest_ = std::clamp<int64_t>((largest >> 8) + coarsest * kOctave + 1, kLowestKey, kHighestKey);
-  lowest_ = std::max(kLowestKey, highest_ - 30 * kOctave);
 
   stride_ = kGroup * (((numel + kMostSample - 1) / kMostSample) | 1);
   if (stride_ == kGroup) {
@@ -87,6 +88,7 @@ EntropySearch::EntropySearch(const float* values, int64_t numel, uint32_t larges
   const int64_t n = sample_size();
   nonzero_ = std::max<int64_t>({count, n / 64, 1});
   const int64_t mean = count > 0 ? sum / count : highest_;
+  lowest_ = std::max(kLowestKey, mean - 30 * kOctave);
   const int64_t each = std::min(20 * kBillion, rate * n / nonzero_);
   first_ = std::clamp(mean + 3 * kOctave - each * kOctave / kBillion, lowest_, highest_);
   sample_wanted_ = std::max(wanted - overhead, wanted / 4) * n * kBit / numel;
@@ -141,10 +143,11 @@ int64_t EntropySearch::choose_width(int64_t key) {
   return key;
 }
 
-// How much more the sample costs if the step is a quarter of an octave smaller.
+// How much more the sample costs if the step is an eighth smaller.
 int64_t EntropySearch::slope_at(int64_t key) {
-  const int64_t finer = sample_cost(std::max(kLowestKey, key - kOctave / 4));
-  return std::max(finer - sample_cost(key), nonzero_ * kBit >> 6);
+  const int64_t finer = key_of_step(step_of_key(key) * 0.875f);
+  const int64_t cost = sample_cost(std::max(kLowestKey, finer));
+  return std::max(cost - sample_cost(key), nonzero_ * kBit >> 6);
 }
 
 int EntropySearch::shift_at(int64_t key) const {

@@ -16,6 +16,7 @@ inline constexpr int64_t kOctave = 1
                                    << 15;  // the distance of keys whose steps differ by a factor 2
 inline constexpr int64_t kLowestKey = 0x8000, kHighestKey = 0x7f7fff;
 float step_of_key(int64_t key);
+int64_t key_of_step(float step);
 
 inline int64_t floor_div(int64_t a, int64_t b) {
   return a / b - (a % b != 0 && (a < 0) != (b < 0));
@@ -52,7 +53,8 @@ class EntropySearch {
       encoded_ = key;
       const int64_t above = size(levels) - wanted_;
       if (above <= near && above >= -near * (turn == 0 ? 1 : 2)) return key;
-      key = bracket.next(key, above, floor_div(above * (kOctave / 4) * (1 << 14), slope));
+      const int64_t mantissa = kOctave + key % kOctave;
+      key = bracket.next(key, above, floor_div(above * mantissa * (1 << 11), slope));
       if (bracket.ended(key)) break;
     }
     return bracket.coarse ? bracket.highest : key;
