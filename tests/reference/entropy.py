@@ -119,7 +119,7 @@ def encode_block(
     wanted = 8 * _wanted_bytes(numel, rate)
     search = Search(x, rate, wanted, overhead, dithered=dithered)
     key = search.run(lambda parts: _size(parts, dithered=dithered))
-    move = OCTAVE // 4
+    move = OCTAVE // 64
     while True:
         shift = 0 if dithered else search.shift(key)
         grid = replace(search.grid, key=key, shift=shift, dither=dither)

@@ -39,7 +39,7 @@ def sample_cost(parts: Parts) -> int:
 
 
 def low_bits_loss(parts: Parts) -> int:
-    """Return the cost of sending low bits as they are, in the two cells next to 0."""
+    """Return the cost of uncoded low bits, in the two cells next to 0."""
     loss = 0
     for cell in (0, 1):
         low = parts.low[parts.symbols == cell]
@@ -128,7 +128,7 @@ class Search:
         return key
 
     def choose_width(self, key: int) -> int:
-        """Reduce the width until sending low bits as they are costs little; return the key."""
+        """Reduce the width until uncoded low bits cost little; return the key."""
         key = self.search_sample(key)
         while self.width > 0:
             allowed = (len(self.sample) << (_BIT - 8)) + (3 << (self.width - 1 + _BIT))

@@ -279,6 +279,7 @@ Content read(std::span<const std::byte> bytes, int64_t numel) {
   thread_local Decoded decoded;
   const size_t room = (numel + 15) / 16 * 16;
   if (decoded.symbols.size() < room) decoded.symbols.resize(room), decoded.low.resize(room);
+  std::fill(decoded.symbols.begin() + numel, decoded.symbols.begin() + room, 0);
   decoded.extra.clear();
   decoded.grid = {.dithered = (flags & kDithered) != 0};
   bytes = read_grid(bytes, &decoded.grid);
@@ -374,7 +375,7 @@ class Entropy final : public Codec {
     int64_t key = search.run(levels, [&](const EntropyLevels& found) {
       return size_of_block(found, numel, search.grid(kLowestKey));
     });
-    for (int64_t move = kOctave / 4;; move *= 2) {
+    for (int64_t move = kOctave / 64;; move *= 2) {
       EntropyGrid grid = search.grid(key);
       grid.dither = dither;
       if (!dithered) grid.shift = static_cast<float>(search.shift_at(key)) / 256;

@@ -38,7 +38,7 @@ void EntropyLevels::encode(const float* values, int64_t numel, int64_t stride,
   if (symbols.size() < room) symbols.resize(room), low.resize(room), extra.resize(room);
   extras = kernels().entropy_symbols(values, numel, stride, grid, symbols.data(), low.data(),
                                      extra.data());
-  kernels().count_symbols(symbols.data(), numel, counts.data());
+  kernels().count_low_symbols(symbols.data(), numel, counts.data());
 }
 
 int64_t EntropyLevels::extra_bits() const {
@@ -117,7 +117,7 @@ int64_t EntropySearch::search_sample(int64_t key) {
   return key;
 }
 
-// The cost of sending low bits as they are, in the two cells next to 0 of the last trial.
+// The cost of uncoded low bits, in the two cells next to 0 of the last trial.
 int64_t EntropySearch::low_bits_loss() const {
   std::array<std::array<uint32_t, 16>, 2> cells{};
   for (int64_t i = 0; i < sample_size(); ++i)
@@ -130,7 +130,7 @@ int64_t EntropySearch::low_bits_loss() const {
   return loss;
 }
 
-// Reduces the width until sending low bits as they are costs little; returns the key.
+// Reduces the width until uncoded low bits cost little; returns the key.
 int64_t EntropySearch::choose_width(int64_t key) {
   key = search_sample(key);
   while (grid_.width > 0) {
@@ -158,9 +158,11 @@ int EntropySearch::shift_at(int64_t key) const {
     const float magnitude = std::bit_cast<float>(std::bit_cast<uint32_t>(value) & 0x7fffffff);
     const float scaled = magnitude * inverse;
     const float v = scaled + grid.offset;
-    if (!(v >= 1 && v < 32768)) continue;
-    ++count;
-    fractions += static_cast<int32_t>((v - static_cast<float>(static_cast<int32_t>(v))) * 256);
+    const bool used = v >= 1 && v < 32768;  // without a branch, which would often be mispredicted
+    const float limited = std::min(v, 32768.0f);
+    const float whole = static_cast<float>(static_cast<int32_t>(limited));
+    count += used;
+    fractions += static_cast<int32_t>((limited - whole) * 256) & -static_cast<int32_t>(used);
   }
   if (count < 16) return 0;
   return static_cast<int>(

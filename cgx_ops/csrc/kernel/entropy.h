@@ -8,9 +8,9 @@
 namespace cgx {
 
 inline constexpr int kDirectSymbols = 64;  // of levels next to 0, one each
-inline constexpr int kExactSymbol = 102;   // a value that is sent as it is
+inline constexpr int kExactSymbol = 102;   // a value that is sent exactly
 inline constexpr int kEntropySymbols = 103;
-inline constexpr float kMostLevel = 8388608;  // 2^23; values from there on are sent as they are
+inline constexpr float kMostLevel = 8388608;  // 2^23; values from there on are sent exactly
 
 struct EntropyGrid {
   float step = 0;

@@ -114,6 +114,8 @@ struct Kernels {
   int64_t (*entropy_symbols)(const float* values, int64_t numel, int64_t stride,
                              const EntropyGrid& grid, uint8_t* symbols, uint8_t* low,
                              uint32_t* extra);
+  // Like count_symbols(), but fast if most symbols are low.
+  void (*count_low_symbols)(const uint8_t* symbols, int64_t numel, uint32_t* counts);
   // Restores values from symbols (below kEntropySymbols). `first`: the position of the first one in
   // its block. Returns how many elements of `extra` it read.
   int64_t (*entropy_values)(const uint8_t* symbols, const uint8_t* low, const uint32_t* extra,

@@ -56,7 +56,7 @@ class Dither {
 
 struct Levels16 {
   Ints16 levels;
-  Ints16 exact;  // -1: the value is sent as it is, and its level is 0
+  Ints16 exact;  // -1: the value is sent exactly, and its level is 0
 };
 
 template <bool kDithered>
@@ -170,7 +170,58 @@ int64_t entropy_symbols(const float* values, int64_t n, int64_t stride, const En
   return run(values, n, stride, grid, symbols, low, extra);
 }
 
-// ---- 3. symbols -> levels -> values ----
+// ---- 3. counts ----
+
+// Compares eight symbols at a time with whole registers, from symbol 0 on. Most symbols of a block
+// are low, so this takes less time than a histogram.
+typedef uint8_t Bytes __attribute__((vector_size(sizeof(Ints))));
+
+void count_low_symbols(const uint8_t* symbols, int64_t n, uint32_t* counts) {
+  constexpr int64_t kBytes = sizeof(Bytes);
+  constexpr int kTogether = 8;
+  __builtin_memset(counts, 0, 256 * sizeof(uint32_t));
+  int64_t at = 0;
+  while (n - at >= kBytes) {
+    const int64_t registers = (n - at) / kBytes < 255 ? (n - at) / kBytes : 255;
+    const uint8_t* const from = symbols + at;
+    int64_t rest = registers * kBytes;
+    at += rest;
+    int first = 0;
+    for (; first < 64 && rest > registers; first += kTogether) {
+      Bytes found[kTogether] = {};
+      for (int64_t i = 0; i < registers; ++i) {
+        Bytes bytes;
+        __builtin_memcpy(&bytes, from + i * kBytes, kBytes);
+#pragma GCC unroll 8
+        for (int s = 0; s < kTogether; ++s)
+          found[s] -= Bytes(bytes == static_cast<uint8_t>(first + s));
+      }
+      for (int s = 0; s < kTogether; ++s) {
+        uint8_t lanes[kBytes];
+        __builtin_memcpy(lanes, &found[s], kBytes);
+        uint32_t sum = 0;
+        for (const uint8_t lane : lanes) sum += lane;
+        counts[first + s] += sum;
+        rest -= sum;
+      }
+    }
+    // The others are rare, or beyond the symbols of single levels.
+    for (int64_t i = 0; i < registers && rest > 0; ++i) {
+      uint64_t words[sizeof(Bytes) / 8], any = 0;
+      Bytes bytes;
+      __builtin_memcpy(&bytes, from + i * kBytes, kBytes);
+      const Bytes high = Bytes(bytes >= static_cast<uint8_t>(first));
+      __builtin_memcpy(words, &high, sizeof(high));
+      for (const uint64_t word : words) any |= word;
+      if (any == 0) continue;
+      for (int64_t j = i * kBytes; j < (i + 1) * kBytes; ++j)
+        if (from[j] >= first) ++counts[from[j]], --rest;
+    }
+  }
+  for (; at < n; ++at) ++counts[symbols[at]];
+}
+
+// ---- 4. symbols -> levels -> values ----
 
 // Replaces symbols of levels far from 0 by twice those levels (with sign); returns the next extra
 // bits.

@@ -54,6 +54,7 @@ constexpr Kernels table(const char* name, const char* description) {
           .rans_decode = rans_decode,
           .survey = survey,
           .entropy_symbols = entropy_symbols,
+          .count_low_symbols = count_low_symbols,
           .entropy_values = entropy_values};
 }
 
