@@ -77,7 +77,7 @@ class Grid:
         with np.errstate(all="ignore"):
             if self.dither is not None:
                 x = (q + (np.float32(0.5) - self.noise(at))) * step
-                return np.clip(x, -_LARGEST, _LARGEST)
+                return np.clip(x, -_LARGEST, _LARGEST).astype(np.float32)
             x = np.minimum((np.abs(q) - np.float32(self.shift / 256)) * step, _LARGEST)
         return np.where(levels == 0, 0, np.copysign(x, q)).astype(np.float32)
 
