@@ -13,6 +13,7 @@ to draw:
     convergence.png       loss against wall time of a few methods, a panel for each task and link
     adamw.png             AdamW: held-out loss above exact AdamW's, a panel for each task
     adamw_noise.png       AdamW: the second moment of compressed gradients
+    error_by_bytes.png    error of compressors by bits per value, a panel for each kind of values
 """
 
 import argparse
@@ -69,6 +70,20 @@ _CURVES = {  # the methods of convergence.png
     "1-bit Adam": ("cgx_ops, 1-bit Adam", "#e69f00", "-"),
     "topk 1 %": ("cgx_ops, topk 1 %", "#000000", ":"),
 }
+_ERRORS = {  # the families of error_by_bytes.png
+    "entropy": ("#000000", "o-"),
+    "uniform": ("#d55e00", "s-"),
+    "uniform, rotation 32": ("#d55e00", "s:"),
+    "levels": ("#0072b2", "v-"),
+    "levels, rotation 32": ("#0072b2", "v:"),
+    "onebit": ("#cc79a7", "P"),
+    "topk, 1-bit values": ("#009e73", "-"),
+    "topk, 8-bit values": ("#009e73", ":"),
+    "mxfp8": ("#e69f00", "D"),
+    "mxfp8_e5m2": ("#e69f00", "d"),
+    "mxfp4": ("#56b4e9", "^"),
+    "nvfp4": ("#8c6d31", "*"),
+}
 _PHASES = {"compute_s": ("compute", "#999999"), "communicate_s": ("communicate", "#d55e00")}
 
 
@@ -90,6 +105,9 @@ def draw(folder: Path) -> list[Path]:
         "convergence.png": losses(trained) if trained else None,
         "adamw.png": next((adamw(r) for r in reports if r.part == "adamw"), None),
         "adamw_noise.png": next((adamw_noise(r) for r in reports if r.part == "adamw_noise"), None),
+        "error_by_bytes.png": next(
+            (error_by_bytes(r) for r in reports if r.part == "error_by_bytes"), None
+        ),
     }
     written = []
     for name, figure in figures.items():
@@ -362,6 +380,43 @@ def adamw_noise(report: Report) -> Figure:
     panel.set_ylabel("sqrt(v) over the exact one")
     panel.set_title("Adam's second moment of compressed gradients")
     panel.grid(alpha=0.3)
+    return figure
+
+
+def error_by_bytes(report: Report) -> Figure:
+    """Draw the error of each family of _ERRORS by real bits per value, and Shannon's bound."""
+    curves = {(curve["values"], curve["family"]): curve for curve in report.results}
+    kinds = list(dict.fromkeys(kind for kind, _ in curves))
+    columns = min(len(kinds), 3)
+    rows = math.ceil(len(kinds) / columns)
+    figure, axes = plt.subplots(
+        rows, columns, figsize=(4 * columns, 2.9 * rows + 0.8), sharex=True, sharey=True,
+        layout="constrained", squeeze=False,
+    )  # fmt: skip
+    for panel, kind in zip(axes.flat, kinds, strict=False):
+        for family, (color, style) in _ERRORS.items():
+            curve = curves.get((kind, family), {"bits": [], "errors": []})
+            size = 4 if "-" in style or ":" in style else 8  # points without a line are few
+            panel.plot(
+                curve["bits"], curve["errors"], style, color=color, markersize=size, label=family
+            )
+        bound = [0.2 * 1.1**i for i in range(40)]
+        panel.plot(bound, [4**-bits for bits in bound], "k--", linewidth=1, label="Shannon, Gauss")
+        panel.set_xscale("log", base=2)
+        panel.set_yscale("log")
+        panel.set_ylim(3e-6, 1.5)
+        panel.set_xlim(0.22, 9)
+        panel.set_xticks([0.25, 0.5, 1, 2, 4, 8], ["0.25", "0.5", "1", "2", "4", "8"])
+        panel.set_title(kind)
+        panel.grid(alpha=0.3)
+    for panel in axes.flat[len(kinds) :]:
+        panel.axis("off")
+    for panel in axes[-1]:
+        panel.set_xlabel("bits per value, as sent")
+    for panel in axes[:, 0]:
+        panel.set_ylabel("squared error / signal")
+    _legend(figure, axes.flat, columns=5)
+    figure.suptitle("Error at equal bytes")
     return figure
 
 
