@@ -5,6 +5,7 @@
 1. Build codec_bench.cc, which calls the core without Python.
 2. Run it at a size beyond the caches and at a size within them.
 3. Run it under callgrind to count instructions, which do not depend on the load of the machine.
+4. Run it with the kernels of each target for the compressors of SPEEDS.
 
 The ratio is memcpy's time for the input values over the operation's: 1 is as fast as copying.
 """
@@ -16,6 +17,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -32,6 +34,18 @@ COUNTED_TARGET = "avx2"  # valgrind does not support AVX-512
 OPERATIONS = (
     "quantize", "quantize-residual", "dequantize", "dequantize-add", "rans-encode", "rans-decode",
 )  # fmt: skip
+
+# Phase 4: the compressors, and the millions of values per second that they should reach on one
+# core, by target.
+SPEED_NUMEL = 1 << 22  # values
+SPEEDS = ("entropy", "lossless", "mxfp8", "mxfp8_e5m2", "mxfp4", "nvfp4")
+TARGETS = ("avx2", "avx512")
+WANTED: dict[tuple[str, str, str, float], tuple[int, int]] = {
+    ("fp32", "quantize", "entropy", 2): (250, 400),
+    ("fp32", "dequantize", "entropy", 2): (350, 500),
+    ("fp32", "quantize", "lossless", 32): (150, 150),  # 0.6 GB/s
+    ("fp32", "dequantize", "lossless", 32): (150, 150),
+}
 
 
 @dataclass(frozen=True)
@@ -92,10 +106,27 @@ def build() -> Path:
     return BUILD / "codec_bench"
 
 
-def time_all(program: Path, numel: int, rounds: int) -> dict[Case, Summary]:
-    """Return the seconds a call of every operation on `numel` values."""
-    command = [program, "time", str(numel), str(rounds)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=600, check=True)
+def time_all(
+    program: Path,
+    numel: int,
+    rounds: int,
+    target: str | None = None,
+    compressors: Sequence[str] = (),
+) -> dict[Case, Summary]:
+    """Return the seconds a call of every operation on `numel` values.
+
+    Args:
+        program: codec_bench.
+        numel: number of values.
+        rounds: number of measurements.
+        target: the kernels; None: the best for this CPU.
+        compressors: whose operations run; none: all.
+    """
+    command = [program, "time", str(numel), str(rounds), *compressors]
+    environment = {**os.environ, **({"CGX_CPU_TARGET": target} if target else {})}
+    done = subprocess.run(
+        command, env=environment, stdout=subprocess.PIPE, text=True, timeout=600, check=True
+    )
     lines = [line.split() for line in done.stdout.splitlines()]
     return {Case.of(words): Summary.of([float(word) for word in words[5:]]) for words in lines}
 
@@ -191,6 +222,36 @@ def table_of(results: list[Result]) -> Table:
     )
 
 
+def table_of_speeds(found: dict[str, dict[Case, Summary]]) -> Table:
+    """Return millions of values per second and the wanted ones, by target."""
+
+    def cells(case: Case, place: int) -> list[str]:
+        summary = found.get(TARGETS[place], {}).get(case)
+        speed = f"{SPEED_NUMEL / summary.median / 1e6:,.0f}" if summary else ""
+        wanted = WANTED.get((case.dtype, case.operation, case.compressor, case.bits))
+        return [speed, str(wanted[place]) if wanted else ""]
+
+    def row_of(case: Case) -> list[str]:
+        first = [case.operation, case.compressor, f"{case.bits:g}", case.rounding, case.dtype]
+        return [*first, *(text for place in range(len(TARGETS)) for text in cells(case, place))]
+
+    cases = dict.fromkeys(case for times in found.values() for case in times)
+    shown = sorted(
+        (case for case in cases if case.operation in ("quantize", "dequantize")),
+        key=lambda case: (SPEEDS.index(case.compressor), case.dtype != "fp32", case.bits),
+    )
+    return Table(
+        "codec on one core: millions of values per second",
+        [
+            *("operation", "compressor", "bits", "rounding", "dtype"),
+            *(text for target in TARGETS for text in (target, "wanted")),
+        ],
+        [row_of(case) for case in shown],
+        text_columns=5,
+        notes=[f"{SPEED_NUMEL:,} values in memory. Lossless: 150 million of fp32 are 0.6 GB."],
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="The codec on one core, beside memcpy")
     parser.add_argument("--rounds", type=int, default=15)
@@ -200,11 +261,17 @@ def main() -> None:
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})  # of the programs started here too
     times = {place: time_all(program, SIZES[place], options.rounds) for place in SIZES}
     results = results_of(times, count_all(program))
-    table = table_of(results)
-    table.print()
+    available = [target for target in TARGETS if target in library.describe()["cpu_targets"]]
+    speeds = {
+        target: time_all(program, SPEED_NUMEL, options.rounds, target, SPEEDS)
+        for target in available
+    }
+    tables = [table_of(results), table_of_speeds(speeds)]
+    for table in tables:
+        table.print()
     if options.json:
         settings = {"cores": 1, "counted_target": COUNTED_TARGET}
-        Report("codec", settings, [asdict(r) for r in results], [table]).write(options.json)
+        Report("codec", settings, [asdict(r) for r in results], tables).write(options.json)
 
 
 if __name__ == "__main__":

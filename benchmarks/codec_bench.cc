@@ -1,8 +1,10 @@
 // Measures every codec operation on one core, and memcpy of the same values. codec.py runs it.
 //
-//   codec_bench time NUMEL ROUNDS   for each operation, prints its seconds per call in every round
-//   codec_bench count NUMEL         calls each operation once in run_case(), where callgrind counts
-//                                   instructions
+//   codec_bench time NUMEL ROUNDS [COMPRESSOR ...]
+//   codec_bench count NUMEL
+//
+// The first prints, for each operation of all or some compressors, its seconds per call in every
+// round. The second calls each operation once in run_case(), where callgrind counts instructions.
 //
 // rans-encode and rans-decode are the entropy coder on as many symbols, without a codec.
 // quantize-residual is quantize with error feedback: it adds the old residual and writes the new
@@ -131,6 +133,11 @@ std::vector<Setting> settings() {
                    cgx::join("bucket_size=4096 compressor='", name, "' density=0.01")});
   all.push_back({"topk,density=0.01 8 nearest",
                  "bucket_size=4096 compressor='topk' density=0.01 value_bits=8"});
+  for (const int rate : {1, 2, 4})
+    all.push_back(
+        {cgx::join("entropy ", rate, " nearest"), cgx::join("compressor='entropy' rate=", rate)});
+  all.push_back({"entropy 2 shift", "rounding='shift' compressor='entropy' rate=2",
+                 /*residual=*/false});
   all.push_back({"lossless 32 nearest", "compressor='lossless'", /*residual=*/false});
   return all;
 }
@@ -236,8 +243,10 @@ extern "C" [[gnu::noinline]] void run_case(const Case& each) { each.call(); }
 
 int main(int argc, char** argv) {
   const std::string mode = argc > 1 ? argv[1] : "";
-  if (!(mode == "time" && argc == 4) && !(mode == "count" && argc == 3)) {
-    std::fprintf(stderr, "usage: codec_bench time NUMEL ROUNDS | codec_bench count NUMEL\n");
+  if (!(mode == "time" && argc >= 4) && !(mode == "count" && argc == 3)) {
+    std::fprintf(
+        stderr,
+        "usage: codec_bench time NUMEL ROUNDS [COMPRESSOR ...] | codec_bench count NUMEL\n");
     return 2;
   }
   const cgx::FloatMode float_mode;
@@ -248,6 +257,13 @@ int main(int argc, char** argv) {
   add_cases(bf16, "bf16", cases);
   add_coder_cases(numel, cases);
 
+  if (mode == "time" && argc > 4) {
+    std::erase_if(cases, [=](const Case& each) {
+      return std::none_of(argv + 4, argv + argc, [&](const char* compressor) {
+        return each.name.find(cgx::join(" ", compressor, " ")) != std::string::npos;
+      });
+    });
+  }
   std::vector<std::vector<double>> samples(cases.size());
   const int rounds =
       mode == "time" ? std::atoi(argv[3]) + 1 : 0;  // the first round warms up memory

@@ -152,7 +152,7 @@ PARTS: dict[str, tuple[Run, ...]] = {
     ),
     "calls": (Run("calls", ("benchmarks/calls.py",), ranks=2),),
     "memory": (Run("memory", ("benchmarks/memory.py",), ranks=2),),
-    "codec": (Run("codec", ("benchmarks/codec.py",)),),
+    "codec": (Run("codec", ("benchmarks/codec.py",), timeout=400),),
     "growth": (Run("growth", ("benchmarks/growth.py",)),),
     "simulator": (
         Run(

@@ -107,7 +107,7 @@ def test_codec_times_and_counts_every_operation() -> None:
     assert {kind[0] for kind in kinds} == {*codec.OPERATIONS}
     assert {("quantize", "uniform", bits, "nearest") for bits in range(1, 9)} <= kinds
     missing = {kind for kind in kinds if codec.Case("bf16", *kind) not in times}
-    assert {kind[0] for kind in missing} == {"dequantize-add"}  # sums are fp32
+    assert {kind[0] for kind in missing} == {"dequantize-add", "rans-encode", "rans-decode"}
     assert all(summary.median > 0 and summary.rounds == 2 for summary in times.values())
     counts = codec.count_all(program)
     assert not counts or counts.keys() == times.keys()
@@ -116,3 +116,19 @@ def test_codec_times_and_counts_every_operation() -> None:
     table = codec.table_of(results)
     assert len(table.rows) == len(kinds)
     assert {len(row) for row in table.rows} == {len(table.columns)}
+
+
+def test_codec_speeds_by_target() -> None:
+    program = codec.build()
+    targets = codec.library.describe()["cpu_targets"]
+    found = {
+        target: codec.time_all(program, 4096, 1, target, codec.SPEEDS)
+        for target in codec.TARGETS
+        if target in targets
+    }
+    for times in found.values():
+        assert {case.compressor for case in times} == {*codec.SPEEDS}
+    table = codec.table_of_speeds(found)
+    assert {len(row) for row in table.rows} <= {len(table.columns)}
+    wanted = [row for row in table.rows if row[6]]
+    assert len(wanted) == (6 if found else 0)  # entropy with two roundings, and lossless
