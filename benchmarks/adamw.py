@@ -3,15 +3,16 @@
     python benchmarks/adamw.py --json FILE
     python benchmarks/adamw.py --again FILE [FILE ...] --plot FILE --docs PAGE
 
-Two models train, a perceptron on digits and a transformer on characters (small_tasks.py):
+Three models train, perceptrons on digits and characters and a transformer (small_tasks.py):
 
 1. Exact AdamW trains at every rate of --rates, with every seed.
 2. The rate with the lowest mean held-out loss is the best rate.
 3. Every other method trains at the best rate and at a third of it.
 
 The two ranks are threads of this process. They average with the same collectives as processes do,
-with the segments that the DDP hook makes: vectors travel exact. PowerSGD's arithmetic and 1-bit
-Adam's are written out here, as in power_sgd_hook and OneBitAdam.
+with the segments that the DDP hook makes: vectors travel exact. The arithmetic of PowerSGD and of
+CompressedAdamW is written out here, as in power_sgd_hook and cgx_ops.torch.optim; that of 1-bit
+Adam as in its paper.
 
 The file is written after each training. A second run with the same file continues there.
 """
@@ -32,17 +33,18 @@ import numpy as np
 import numpy.typing as npt
 import plots
 import torch
-from small_tasks import Task, digits, gpt
+from small_tasks import Task, characters, digits, gpt
 from torch import nn
 
 from cgx_ops import Communicator, Config, Segment
+from cgx_ops._core.adam import VarianceSchedule, longest_update
 from cgx_ops._core.table import Table
 from cgx_ops.bench.report import Report
 
 Floats = npt.NDArray[np.float32]
 
 RANKS = 2
-TASKS = {"gpt": gpt, "digits": digits}
+TASKS = {"gpt": gpt, "digits": digits, "characters": characters}
 BETAS, EPS, DECAY = (0.9, 0.95), 1e-8, 0.01
 RISING = 0.05  # of the steps: the rate's linear warm-up, before a cosine to 0
 FROZEN_AFTER = 0.2  # of the steps: 1-bit Adam's warm-up
@@ -55,11 +57,15 @@ class Method:
 
     Attributes:
         config: the codec.
-        sends: gradients; 1-bit Adam's momentum; or PowerSGD's factors of gradients.
+        sends: gradients; 1-bit Adam's momentum; CompressedAdamW's updates; or PowerSGD's factors of
+            gradients.
+        warmup, refreshes: CompressedAdamW's warm-up, and variance steps at each interval.
     """
 
     config: Config
-    sends: Literal["gradients", "momentum", "factors"] = "gradients"
+    sends: Literal["gradients", "momentum", "updates", "factors"] = "gradients"
+    warmup: int = 0
+    refreshes: int = 0
 
 
 def levels(bits: int, feedback: bool) -> Config:
@@ -68,6 +74,7 @@ def levels(bits: int, feedback: bool) -> Config:
 
 
 EXACT = "exact"
+ONE_BIT = Config(1, compressor="levels", error_feedback=True)
 METHODS: dict[str, Method] = {
     EXACT: Method(Config(32)),
     "8 bits": Method(Config(8)),
@@ -82,8 +89,13 @@ METHODS: dict[str, Method] = {
         Config(compressor="topk", density=0.01, bucket_size=4096, error_feedback=True)
     ),
     f"PowerSGD rank {LOW_RANK}": Method(Config(32), "factors"),
-    "1-bit Adam": Method(Config(1, compressor="levels", error_feedback=True), "momentum"),
+    "1-bit Adam": Method(ONE_BIT, "momentum"),
     "1-bit Adam, exact momentum": Method(Config(32), "momentum"),
+    "CompressedAdamW": Method(ONE_BIT, "updates", 8, 4),
+    "CompressedAdamW, 16 steps": Method(ONE_BIT, "updates", 16, 4),
+    "CompressedAdamW, 2 refreshes": Method(ONE_BIT, "updates", 8, 2),
+    "CompressedAdamW, v fixed": Method(ONE_BIT, "updates", 8, 0),
+    "CompressedAdamW, exact": Method(Config(32), "updates", 8, 4),
 }
 
 
@@ -184,6 +196,49 @@ class Moments:
         return np.where(v == 0, 0, m / (np.sqrt(v) + EPS)).astype(np.float32)
 
 
+class CompressedAdamW:
+    """Makes steps as cgx_ops.torch.optim.CompressedAdamW."""
+
+    def __init__(self, comms: list[Communicator], model: nn.Module, method: Method) -> None:
+        self._method, self._schedule = method, VarianceSchedule()
+        self._gradients = Averager(comms, model, Config(8, error_feedback=False))
+        self._updates = Averager(comms, model, method.config)
+        numel = sum(p.numel() for p in model.parameters())
+        self._m, self._v = np.zeros(numel, np.float32), np.zeros(numel, np.float32)
+        self._weight, self._steps = 0.0, 0
+
+    @property
+    def sent(self) -> int:
+        """Bytes sent by a rank so far."""
+        return self._gradients.sent + self._updates.sent
+
+    def update(self, gradients: list[Floats]) -> Floats:
+        """Return Adam's step."""
+        if self._steps == self._schedule.due:
+            g, kept = self._gradients.mean(gradients), self._schedule.kept(BETAS[1])
+            self._m = np.float32(BETAS[0]) * self._m + np.float32(1 - BETAS[0]) * g
+            self._v = np.float32(kept) * self._v + np.float32(1 - kept) * g * g
+            self._weight = kept * self._weight + 1 - kept
+            u = self._m / self._denominator()
+            self._schedule = self._schedule.advanced(
+                self._steps,
+                ends=self._steps + 1 >= self._method.warmup,
+                refreshes=self._method.refreshes,
+            )
+        else:
+            below, most = self._denominator(), longest_update(*BETAS)
+            own = [(BETAS[0] * self._m + (1 - BETAS[0]) * g) / below for g in gradients]
+            root = RANKS**0.5
+            clipped = [np.clip(x, -root * most, root * most).astype(np.float32) for x in own]
+            u = np.clip(self._updates.mean(clipped), -most, most)
+            self._m = u * below
+        self._steps += 1
+        return (u / (1 - BETAS[0] ** self._steps)).astype(np.float32)
+
+    def _denominator(self) -> Floats:
+        return np.sqrt(self._v / np.float32(self._weight)) + np.float32(EPS)
+
+
 class Training:
     """A model, its batches and its schedule."""
 
@@ -265,14 +320,18 @@ def train(
     """Train a task with one method."""
     method, training = METHODS[name], Training(task, seed, rate, steps)
     moments = Moments(training.numel)
-    averager = (
-        PowerSgd(training.model)
-        if method.sends == "factors"
-        else Averager(comms, training.model, method.config)
-    )
+    averager: Averager | PowerSgd | CompressedAdamW
+    if method.sends == "factors":
+        averager = PowerSgd(training.model)
+    elif method.sends == "updates":
+        averager = CompressedAdamW(comms, training.model, method)
+    else:
+        averager = Averager(comms, training.model, method.config)
     for step in range(steps):
         gradients = training.gradients()
-        if method.sends != "momentum":
+        if isinstance(averager, CompressedAdamW):
+            update = averager.update(gradients)
+        elif method.sends != "momentum":
             update = moments.update(averager.mean(gradients))
         elif step < FROZEN_AFTER * steps:
             averager.sent += 4 * training.numel

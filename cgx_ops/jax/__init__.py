@@ -24,8 +24,11 @@ from cgx_ops.jax._src.transforms.average_gradients import (
     average_gradients,
 )
 from cgx_ops.jax._src.transforms.base import consolidate, state_specs
+from cgx_ops.jax._src.transforms.compressed_adamw import (
+    CompressedAdamWState,
+    compressed_adamw,
+)
 from cgx_ops.jax._src.transforms.deep_gradient import DeepGradientState, deep_gradient
-from cgx_ops.jax._src.transforms.one_bit_adam import OneBitAdamState, one_bit_adam
 from cgx_ops.jax._src.transforms.power_sgd import PowerSGDState, power_sgd
 from cgx_ops.jax._src.transforms.signum import SignumState, signum
 
@@ -34,17 +37,18 @@ threads.provide()
 
 __all__ = [
     "AverageGradientsState",
+    "CompressedAdamWState",
     "DeepGradientState",
     "DiLoCo",
     "DiLoCoState",
     "Flight",
-    "OneBitAdamState",
     "PowerSGDState",
     "SignumState",
     "all_gather_q",
     "allreduce_q",
     "average_gradients",
     "compress_grads",
+    "compressed_adamw",
     "consolidate",
     "consolidate_copies",
     "deep_gradient",
@@ -53,7 +57,6 @@ __all__ = [
     "initialize",
     "launching",
     "numels_of",
-    "one_bit_adam",
     "pmean_q",
     "power_sgd",
     "psum_q",

@@ -13,9 +13,9 @@ from support.jax_cases import fetch, normal, use_cpu_devices
 
 from cgx_ops.jax import (
     average_gradients,
+    compressed_adamw,
     deep_gradient,
     diloco,
-    one_bit_adam,
     power_sgd,
     signum,
 )
@@ -36,7 +36,9 @@ METHODS: dict[str, Callable[[Any], Any]] = {
     "power_sgd, cold": lambda mesh: power_sgd("d", rank=2, warm_start=False, mesh=mesh),
     "batched": lambda mesh: power_sgd("d", rank=2, batched=True, factor_bits=8, mesh=mesh),
     "deep_gradient": lambda mesh: deep_gradient("d", density=0.1, clip=2.0, mesh=mesh),
-    "one_bit_adam": lambda mesh: one_bit_adam("d", learning_rate=0.01, warmup_steps=2, mesh=mesh),
+    "compressed_adamw": lambda mesh: compressed_adamw(
+        "d", learning_rate=0.01, warmup_steps=2, mesh=mesh
+    ),
     "signum": lambda mesh: signum("d", learning_rate=0.01, mesh=mesh),
 }
 

@@ -31,7 +31,8 @@ X = normal(6, 8, 4096)
 
 FOR_GRADIENTS: list[Any] = [
     cgx_ops.jax.compress_grads, cgx_ops.jax.value_and_grad, cgx_ops.jax.average_gradients,
-    cgx_ops.jax.power_sgd, cgx_ops.jax.deep_gradient, cgx_ops.jax.one_bit_adam, cgx_ops.jax.diloco,
+    cgx_ops.jax.power_sgd, cgx_ops.jax.deep_gradient, cgx_ops.jax.compressed_adamw,
+    cgx_ops.jax.diloco,
 ]  # fmt: skip
 CALLS: list[Any] = [
     psum_q, cgx_ops.jax.pmean_q, cgx_ops.jax.allreduce_q, cgx_ops.jax.psum_scatter_q,

@@ -22,9 +22,9 @@ from support.jax_optimizer_cases import mesh_with
 
 from cgx_ops import Config, Rules
 from cgx_ops.jax import (
+    compressed_adamw,
     deep_gradient,
     diloco,
-    one_bit_adam,
     power_sgd,
     signum,
     sparse_loco,
@@ -45,11 +45,11 @@ MAKERS: dict[str, Callable[[Any], Any]] = {
     "deep_gradient, nesterov": lambda mesh: optax.chain(
         deep_gradient("d", nesterov=True, mesh=mesh, **SPARSE), optax.sgd(0.01)
     ),
-    "one_bit_adam": lambda mesh: one_bit_adam(
+    "compressed_adamw": lambda mesh: compressed_adamw(
         "d",
         0.01,
         warmup_steps=10,
-        weight_decay=0.01,
+        refreshes=2,
         rules=Rules([("bias", 32)]),
         config=Config(compressor="levels", bits=1, algorithm="sra"),
         mesh=mesh,

@@ -38,8 +38,8 @@ from support.launch import mpirun
 from cgx_ops import Config, Rules
 from cgx_ops.jax import (
     average_gradients,
+    compressed_adamw,
     deep_gradient,
-    one_bit_adam,
     power_sgd,
     signum,
     state_specs,
@@ -356,7 +356,7 @@ def test_init_finds_the_mesh() -> None:
     "make",
     [
         average_gradients, deep_gradient, power_sgd, partial(signum, learning_rate=0.1),
-        partial(one_bit_adam, learning_rate=0.1, warmup_steps=1),
+        partial(compressed_adamw, learning_rate=0.1, warmup_steps=1),
     ],
 )  # fmt: skip
 def test_state_has_no_duplicate_arrays(make: Any) -> None:
@@ -461,7 +461,7 @@ def test_unsharded_state() -> None:
     [
         (partial(average_gradients, bits=2), {"config": Config(error_feedback=False)}),
         (power_sgd, {"config": Config(error_feedback=False)}),
-        (partial(one_bit_adam, learning_rate=0.1, warmup_steps=1), {"bits": 32}),
+        (partial(compressed_adamw, learning_rate=0.1, warmup_steps=1), {"bits": 32}),
     ],
 )
 def test_state_without_error_feedback(make: Any, without: dict[str, Any]) -> None:

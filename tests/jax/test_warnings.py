@@ -16,10 +16,10 @@ from cgx_ops.jax import (
     allreduce_q,
     average_gradients,
     compress_grads,
+    compressed_adamw,
     deep_gradient,
     diloco,
     numels_of,
-    one_bit_adam,
     pmean_q,
     power_sgd,
     psum_q,
@@ -82,7 +82,7 @@ OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "average_gradients": (average_gradients, {}),
     "power_sgd": (power_sgd, {}),
     "deep_gradient": (deep_gradient, {"density": 0.01}),
-    "one_bit_adam": (one_bit_adam, {"learning_rate": 0.1, "warmup_steps": 2}),
+    "compressed_adamw": (compressed_adamw, {"learning_rate": 0.1, "warmup_steps": 2}),
 }
 
 

@@ -25,7 +25,7 @@ from cgx_ops._core import launchers
 from cgx_ops.torch import ddp, fsdp
 from cgx_ops.torch.averaging import QuantizedModelAverager
 from cgx_ops.torch.diloco import DiLoCo, sparse_loco
-from cgx_ops.torch.optim import OneBitAdam, Signum
+from cgx_ops.torch.optim import CompressedAdamW, Signum
 
 BACKEND = sys.argv[1]
 PLACE = launchers.place()
@@ -133,7 +133,7 @@ def sharded() -> None:
 
 def optimizers() -> None:
     model = network()
-    steps(model, OneBitAdam(model.parameters(), lr=1e-3, warmup_steps=2))
+    steps(model, CompressedAdamW(model.parameters(), lr=1e-3, warmup_steps=2))
     model = network()
     steps(model, Signum(model.parameters(), lr=1e-3))
 

@@ -21,7 +21,7 @@ operation); the names follow the documents.
         bound          error_bound: bound of nearest and shift rounding's difference from exact
         low_rank       PowerSGD, in float64: not bit for bit
         deep_gradient  Deep Gradient Compression, as in the paper
-    one_bit        1-bit Adam, SigNUM
+        momenta        CompressedAdamW, SigNUM
     outer_loop     DiLoCo
 """
 
@@ -30,7 +30,7 @@ from .codec import dequantize, encoded_bytes, quantize
 from .collectives import all_gather, allreduce, reduce_scatter
 from .deep_gradient import DeepGradient, density_at
 from .low_rank import PowerSGD, given_up, given_up_bound
-from .one_bit import OneBitAdam, Signum
+from .momenta import CompressedAdamW, Signum
 from .outer_loop import OuterLoop
 from .philox import Seeds, noise, seeds_of
 from .segments import Segment, is_exact, pick, shards
@@ -59,9 +59,9 @@ __all__ = [
     "FLOAT32",
     "Algorithm",
     "AnyAlgorithm",
+    "CompressedAdamW",
     "Compressor",
     "DeepGradient",
-    "OneBitAdam",
     "Op",
     "OuterLoop",
     "PowerSGD",

@@ -12,7 +12,7 @@ from cgx_ops._core import environment
 from cgx_ops.planner import AdaptiveBits, Plan
 from cgx_ops.torch import BackendOptions, ddp
 from cgx_ops.torch.diloco import DiLoCo
-from cgx_ops.torch.optim import OneBitAdam, Signum
+from cgx_ops.torch.optim import CompressedAdamW, Signum
 
 MODEL = nn.Linear(4, 4)
 PLAN = Plan(("weight", "bias"), (16, 4), (4, 4), ((1, 0),))
@@ -63,7 +63,7 @@ SENDERS: dict[str, Any] = {
             "transport is 'UCC'; it must be None or one of",
         ),
         (lambda: BackendOptions(Config(compressor="topk"), auto_bits=True), "no bits to choose"),
-        (lambda: OneBitAdam(MODEL.parameters(), warmup_steps=1, rules=VOTES), "use Signum"),
+        (lambda: CompressedAdamW(MODEL.parameters(), warmup_steps=1, rules=VOTES), "use Signum"),
         (lambda: Signum(MODEL.parameters(), config=Config(bits=4)), "compressor='sign'"),
         (lambda: DiLoCo(MODEL, **SENDERS, rules=KEEPS_NOTHING), "sent by 'topk', with error_f"),
     ],

@@ -17,7 +17,7 @@ from cgx_ops import Config, Rules
 from cgx_ops.config import Keywords, config_of
 from cgx_ops.errors import InvalidArgument, require_integer
 from cgx_ops.torch.averaging.arithmetic import full_precision
-from cgx_ops.torch.averaging.exchange import Carriers, Exchange, check_parameters
+from cgx_ops.torch.averaging.exchange import EXACT, Carriers, Exchange, check_parameters
 from cgx_ops.torch.averaging.grad_scaler import refuse_grad_scaler
 from cgx_ops.torch.averaging.loaded import require_keys
 
@@ -148,7 +148,7 @@ class QuantizedModelAverager(ModelAverager):
         names = [str(i) for i in range(len(parameters))]
         self.exchange.warn_of_unmatched(names)
         if not known:
-            self.last = Average(self.exchange.mean(names, now, exact=True))
+            self.last = Average(self.exchange.mean(names, now, config=EXACT))
         else:
             with self.exchange.or_refuse(parameters[0].device, _CALLER):
                 if [x.shape for x in known] != [p.shape for p in parameters]:

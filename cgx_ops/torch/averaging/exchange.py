@@ -25,7 +25,7 @@ from cgx_ops.torch.averaging.state import AveragingState
 from cgx_ops.torch.graph.work import DTYPES, devices
 
 Carriers = Literal["native", "c10d"]
-_EXACT = Config(bits=EXACT_BITS)
+EXACT = Config(bits=EXACT_BITS)
 
 
 class Flight:
@@ -107,7 +107,11 @@ class Exchange(AveragingState):
                 )
 
     def mean(
-        self, names: Sequence[str], tensors: Sequence[torch.Tensor], *, exact: bool = False
+        self,
+        names: Sequence[str],
+        tensors: Sequence[torch.Tensor],
+        *,
+        config: Config | None = None,
     ) -> list[torch.Tensor]:
         """Return the mean of each tensor over the ranks; arguments and errors as start().
 
@@ -115,7 +119,7 @@ class Exchange(AveragingState):
         """
         steps = self.steps
         try:
-            return self.start(names, tensors, exact=exact).wait()
+            return self.start(names, tensors, config=config).wait()
         except Exception:
             self.steps = steps
             raise
@@ -126,7 +130,7 @@ class Exchange(AveragingState):
         names: Sequence[str],
         tensors: Sequence[torch.Tensor],
         *,
-        exact: bool = False,
+        config: Config | None = None,
         of_senders: bool = False,
     ) -> Flight:
         """Start averaging tensors over the ranks; the means are bitwise equal on all ranks.
@@ -135,7 +139,8 @@ class Exchange(AveragingState):
             names: names of the tensors, which identify residuals and noise.
             tensors: float32, of any shapes, on one device. All ranks pass the same number and
                 shapes. They may be changed after the call.
-            exact: send them exact; residuals do not change.
+            config: settings of this message, without error feedback; residuals do not change.
+                Tensors that the rules make exact are exact here, too. None: those of the exchange.
             of_senders: average each value over the ranks that sent it, for a compressor that does
                 not send all values. A second message counts these ranks.
         """
@@ -143,21 +148,21 @@ class Exchange(AveragingState):
         if not tensors:
             return Flight([])
         with self.or_refuse(tensors[0].device, self.caller):
-            return self._start(names, tensors, step, exact=exact, of_senders=of_senders)
+            return self._start(names, tensors, step, config, of_senders=of_senders)
 
     def _start(
         self,
         names: Sequence[str],
         tensors: Sequence[torch.Tensor],
         step: int,
+        own: Config | None,
         *,
-        exact: bool,
         of_senders: bool,
     ) -> Flight:
         starts = list(accumulate((x.numel() for x in tensors), initial=0))
         buffer = torch.cat([x.reshape(-1) for x in tensors])
-        if exact:
-            segments = [Segment(0, buffer.numel(), _EXACT)]
+        if own is not None and own.bits == EXACT_BITS:
+            segments = [Segment(0, buffer.numel(), EXACT)]
             future = self.average(
                 buffer, self.config, segments=segments, seed=[0], name=self.caller
             )
@@ -167,6 +172,9 @@ class Exchange(AveragingState):
         config = self.config
         found = [Layer(n, x.dim(), x.numel()) for n, x in zip(names, tensors, strict=True)]
         segments = segments_of(rules, found, starts[:-1], config)
+        if own is not None:
+            config = for_any_message(own, Rules())
+            segments = [replace(s, config=_unless_exact(s.config, config)) for s in segments]
         kept = self.residuals_of(self.caller, config, found, segments, tensors)
         lost, keep = decayed(kept, config, segments, copies=True)
         seeds = self.seeds_of([f"{self.caller}/{name}" for name in names], step)
@@ -184,7 +192,7 @@ class Exchange(AveragingState):
     def any_rank(self, flag: bool) -> bool:
         """Return whether a flag is set on any rank. Collective; does not count as an average."""
         share = torch.tensor([flag], dtype=torch.float32, device="cpu")
-        whole = [Segment(0, 1, _EXACT)]
+        whole = [Segment(0, 1, EXACT)]
         name = f"{self.caller}/any_rank"
         self.average(share, self.config, segments=whole, seed=[0], name=name).wait()
         return bool(share)
@@ -230,6 +238,10 @@ def _with_one_bit(config: Config) -> Config:
     if config.bits == EXACT_BITS:
         return config
     return replace(config, value_bits=1, error_feedback=None)
+
+
+def _unless_exact(of_rules: Config | None, config: Config) -> Config:
+    return EXACT if of_rules is not None and of_rules.bits == EXACT_BITS else config
 
 
 def check_parameters(caller: str, parameters: Sequence[torch.Tensor]) -> None:

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch.optim import Optimizer
 
+from cgx_ops import Config
 from cgx_ops._core.consistency import require_same
 from cgx_ops.errors import InvalidArgument
 from cgx_ops.torch.averaging.arithmetic import full_precision
@@ -180,19 +181,23 @@ class ExchangingOptimizer(Optimizer):
         raise NotImplementedError
 
     def averaged(
-        self, params: list[ParamUpdate], tensors: list[torch.Tensor], *, exact: bool = False
+        self,
+        params: list[ParamUpdate],
+        tensors: list[torch.Tensor],
+        *,
+        config: Config | None = None,
     ) -> list[torch.Tensor]:
         """Average a tensor of each parameter over the ranks.
 
         Args:
             params: the parameters.
             tensors: one for each parameter.
-            exact: whether to send them exact.
+            config: settings of this message, as in Exchange.start().
 
         Returns:
             The means.
         """
-        return self.exchange.mean([each.name for each in params], tensors, exact=exact)
+        return self.exchange.mean([each.name for each in params], tensors, config=config)
 
     def _gradient_of(
         self, index: int, parameter: torch.Tensor, scaling: Scaling | None

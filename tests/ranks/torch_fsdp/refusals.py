@@ -19,7 +19,7 @@ from cgx_ops.torch.averaging import QuantizedModelAverager
 from cgx_ops.torch.averaging.layers import Rules
 from cgx_ops.torch.diloco import DiLoCo
 from cgx_ops.torch.fsdp.feedback import Kept
-from cgx_ops.torch.optim import OneBitAdam
+from cgx_ops.torch.optim import CompressedAdamW
 
 from .common import FEW, Block, Model, batch, equals_the_oracle, full, recorded, sharded
 
@@ -143,7 +143,7 @@ def mismatched_ranks() -> None:
 def weight_averagers_reject_shards() -> None:
     """Check that weight averagers raise for FSDP2 shards, and name the alternative."""
     calls: list[Callable[[Any], object]] = [
-        lambda model: OneBitAdam(model.parameters(), warmup_steps=1),
+        lambda model: CompressedAdamW(model.parameters(), warmup_steps=1),
         lambda model: DiLoCo(model, sync_every=2),
         lambda model: QuantizedModelAverager(1).average_parameters(model.parameters()),
     ]

@@ -17,7 +17,7 @@ from cgx_ops import Config
 from cgx_ops.torch import ddp
 from cgx_ops.torch.averaging import state as averaging_state
 from cgx_ops.torch.averaging.state import Sent
-from cgx_ops.torch.optim import OneBitAdam, Signum
+from cgx_ops.torch.optim import CompressedAdamW, Signum
 
 DISAGREE = "ranks 0 and 1 disagree"
 HALF = Config(bits=2, bucket_size=64, error_feedback=True, residual_decay=0.5, rounding="nearest")
@@ -26,7 +26,7 @@ HALF = Config(bits=2, bucket_size=64, error_feedback=True, residual_decay=0.5, r
 def optimizers_step_again() -> None:
     if SIZE == 1:
         return
-    makers: list[Callable[[Any], Any]] = [lambda p: OneBitAdam(p, warmup_steps=2), Signum]
+    makers: list[Callable[[Any], Any]] = [lambda p: CompressedAdamW(p, warmup_steps=2), Signum]
     for make in makers:
         weights = []
         for failing in ((), (0, 3)):  # during the warm-up, and after it

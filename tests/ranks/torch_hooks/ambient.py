@@ -21,7 +21,7 @@ from cgx_ops.planner import Plan
 from cgx_ops.torch import ddp
 from cgx_ops.torch.averaging import QuantizedModelAverager
 from cgx_ops.torch.diloco import DiLoCo, sparse_loco
-from cgx_ops.torch.optim import OneBitAdam, Signum
+from cgx_ops.torch.optim import CompressedAdamW, Signum
 
 STEPS = 5
 LEVELS = Config(bits=1, compressor="levels", bucket_size=64, residual_decay=0.9)
@@ -104,7 +104,7 @@ def methods(gloo: dist.ProcessGroup) -> dict[str, Callable[[], Training]]:
         "deep_gradient": lambda: by_hook(
             ddp.DeepGradientState(density=0.05, clip=2.0, nesterov=True), sparse
         ),
-        "one_bit_adam": lambda: stepped(lambda p: OneBitAdam(p, 0.01, warmup_steps=2)),
+        "one_bit_adam": lambda: stepped(lambda p: CompressedAdamW(p, 0.01, warmup_steps=2)),
         "signum": lambda: stepped(Signum),
         "diloco": lambda: outer_loop(streaming),
         "sparse_loco": lambda: outer_loop(lambda m: sparse_loco(m, sync_every=2)),

@@ -27,7 +27,7 @@ from cgx_ops.torch.ddp.deep_gradient import hook as ddp_deep_gradient
 from cgx_ops.torch.ddp.deep_gradient.hook import _Layer
 from cgx_ops.torch.ddp.power_sgd.linear_algebra import Matrices
 from cgx_ops.torch.diloco import sparse_loco
-from cgx_ops.torch.optim import OneBitAdam, Signum
+from cgx_ops.torch.optim import CompressedAdamW, Signum
 
 REASON = "ValueError: an accident"
 LEVELS = Config(bits=1, compressor="levels", bucket_size=64, residual_decay=0.9)
@@ -127,7 +127,7 @@ def outer_loops() -> None:
 
 def optimizers() -> None:
     """Fail for a gradient that only one rank cannot average; the step may be repeated."""
-    makers: list[Callable[[Any], Any]] = [lambda p: OneBitAdam(p, warmup_steps=2), Signum]
+    makers: list[Callable[[Any], Any]] = [lambda p: CompressedAdamW(p, warmup_steps=2), Signum]
     for make in makers:
         model = network()
         optimizer = make(model.parameters())

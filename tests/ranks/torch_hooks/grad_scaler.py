@@ -18,7 +18,7 @@ from torch_training import RANK, batch, identical_on_all_ranks, loss_of, network
 from cgx_ops import Config, InvalidArgument
 from cgx_ops.torch.averaging import QuantizedModelAverager
 from cgx_ops.torch.diloco import DiLoCo
-from cgx_ops.torch.optim import OneBitAdam, Signum
+from cgx_ops.torch.optim import CompressedAdamW, Signum
 
 STEPS = 12
 OVERFLOWS = 5  # the iteration in which rank 1's gradients overflow
@@ -100,8 +100,8 @@ def steps_without_a_scaler() -> None:
 # ---- 2. averaging optimizers ---------------------------------------------------------------------
 
 AVERAGING: dict[str, Make] = {
-    "one_bit_adam": lambda p: OneBitAdam(p, 0.01, warmup_steps=7),
-    "in the warm-up": lambda p: OneBitAdam(p, 0.01, warmup_steps=2),
+    "one_bit_adam": lambda p: CompressedAdamW(p, 0.01, warmup_steps=7),
+    "in the warm-up": lambda p: CompressedAdamW(p, 0.01, warmup_steps=2),
     "signum": lambda p: Signum(p, 0.002),
 }
 
@@ -126,7 +126,7 @@ def all_ranks_skip() -> None:
 
 def scaler_on_one_rank_only() -> None:
     model = network()
-    optimizer, scaler = OneBitAdam(model.parameters(), warmup_steps=2), scaler_of()
+    optimizer, scaler = CompressedAdamW(model.parameters(), warmup_steps=2), scaler_of()
     scaler.scale(loss_of(model, batch(RANK, 0))).backward()
     step = optimizer.step if RANK == 1 else lambda: scaler.step(optimizer)
     fails(InvalidArgument, "rank 1", step)

@@ -24,7 +24,7 @@ from cgx_ops.planner import AdaptiveBits
 from cgx_ops.torch import ddp, fsdp
 from cgx_ops.torch.averaging import layers
 from cgx_ops.torch.diloco import DiLoCo
-from cgx_ops.torch.optim import OneBitAdam, Signum
+from cgx_ops.torch.optim import CompressedAdamW, Signum
 
 LEVELS = Config(bits=1, compressor="levels", bucket_size=64)
 NAMES = ["first.weight", "first.bias", "module.weight", "module.bias", "last.weight", "last.bias"]
@@ -331,7 +331,10 @@ def fsdp_state_of_other_modules() -> None:
 
 
 def optimizers_in_get_state_dict() -> None:
-    for make in (lambda p: OneBitAdam(p, lr=1e-3, warmup_steps=2), lambda p: Signum(p, lr=1e-3)):
+    for make in (
+        lambda p: CompressedAdamW(p, lr=1e-3, warmup_steps=2),
+        lambda p: Signum(p, lr=1e-3),
+    ):
         model = Model()
         optimizer = make(model.parameters())
         for step in range(3):

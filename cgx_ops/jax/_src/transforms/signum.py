@@ -68,9 +68,9 @@ def signum(
 ) -> "optax.GradientTransformation":
     """Create SigNUM with majority vote as an optax optimizer: every device votes by signs.
 
-    Use it like `one_bit_adam`. Each device sends the signs of its own momentum, and every element
-    moves by the learning rate in the direction of the majority. One bit per element is sent each
-    way; 16 bits if several processes have several devices of a group each.
+    Use it like `compressed_adamw`. Each device sends the signs of its own momentum, and every
+    element moves by the learning rate in the direction of the majority. One bit per element is sent
+    each way; 16 bits if several processes have several devices of a group each.
 
     A vote has no zero. Ties, and momenta of 0, count as + in even steps and as - in odd steps, so
     that votes do not drift. (In the paper sign(0) is 0, as here on average.)

@@ -1,9 +1,9 @@
-"""Rank program: check that two processes give one_bit_adam and signum the weights of one process.
+"""Rank program: check that two processes give the optimizers the weights of one process.
 
-    mpirun -np 2 python run_jax_one_bit.py DEVICES FOLDER CHECK...
+    mpirun -np 2 python run_jax_momenta.py DEVICES FOLDER CHECK...
 
 Tests both carriers, with DEVICES in each process. FOLDER/DEVICES.npz has "x", a weight; "rows",
-its gradients (steps, devices, ...); and the expected weights, "one_bit_adam" and/or "signum".
+its gradients (steps, devices, ...); and the expected weights, "compressed_adamw" and/or "signum".
 """
 
 import sys
@@ -21,7 +21,7 @@ from support.jax_cases import fetch, mesh_of, use_cpu_devices
 
 import cgx_ops.jax
 from cgx_ops import Config
-from cgx_ops.jax import one_bit_adam, signum, state_specs
+from cgx_ops.jax import compressed_adamw, signum, state_specs
 
 DEVICES = int(sys.argv[1])
 use_cpu_devices(DEVICES)
@@ -31,7 +31,9 @@ MESH = mesh_of((2 * DEVICES,), ("d",))
 ONE_BIT = Config(compressor="levels", bits=1, algorithm="sra")
 VOTES = Config(compressor="sign", algorithm="sra")
 MAKERS = {
-    "one_bit_adam": partial(one_bit_adam, "d", 0.01, warmup_steps=10, config=ONE_BIT, rules=None),
+    "compressed_adamw": partial(
+        compressed_adamw, "d", 0.01, warmup_steps=10, refreshes=2, config=ONE_BIT, rules=None
+    ),
     "signum": partial(signum, "d", 0.002, config=VOTES),
 }
 
