@@ -201,7 +201,7 @@ def require_share(what: str, value: float) -> None:
     """Raise InvalidArgument unless 0 <= value < 1, as for a momentum.
 
     Args:
-        what: Name of the value for the message, such as "OneBitAdam: betas[0]".
+        what: Name of the value for the message, such as "CompressedAdamW: betas[0]".
         value: The value.
     """
     if not 0 <= value < 1:

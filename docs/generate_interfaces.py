@@ -61,7 +61,7 @@ _CALLS: _Calls = [
     ),
     ("PowerSGD", None, ddp.PowerSGDState, cgx_ops.jax.power_sgd),
     ("Deep Gradient Compression", None, ddp.DeepGradientState, cgx_ops.jax.deep_gradient),
-    ("1-bit Adam", None, optim.OneBitAdam, cgx_ops.jax.one_bit_adam),
+    ("Compressed AdamW", None, optim.CompressedAdamW, cgx_ops.jax.compressed_adamw),
     ("SigNUM", None, optim.Signum, cgx_ops.jax.signum),
     ("DiLoCo", None, diloco.DiLoCo, cgx_ops.jax.diloco),
 ]

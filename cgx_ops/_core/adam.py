@@ -15,7 +15,7 @@ from cgx_ops.errors import InvalidArgument, require_integer
 
 WarmupSteps = int | Literal["auto"]
 
-FIRST_CHECK = 8  # the shortest warm-up that ends by itself
+FIRST_CHECK = 8  # the shortest warm-up with "auto"
 STEPS_OF_OCTAVE = 16  # level() counts these
 LARGEST_WEIGHT = 0.25  # of one refresh, so that v is an average of several gradients
 
@@ -26,7 +26,7 @@ def checked_warmup_steps(caller: str, steps: Any) -> WarmupSteps:
     """Return a number of warm-up steps, or "auto".
 
     Raises:
-        InvalidArgument: It is neither "auto" nor an integer of at least 1.
+        InvalidArgument: It is another text, or no integer of at least 1.
     """
     if isinstance(steps, str) and steps == "auto":
         return "auto"

@@ -180,8 +180,14 @@ def own_gradients(model: nn.Module) -> DistributedDataParallel:
 def one_bit_adam(model: nn.Module, run: Run) -> Prepared:
     wrapped = own_gradients(model)
     # With beta2 = 0.999 the variance would not settle in so short a warm-up.
-    return wrapped, optim.OneBitAdam(
-        wrapped.parameters(), run.task.adam_rate, (0.9, 0.95), warmup_steps=max(1, run.warmup)
+    return wrapped, optim.CompressedAdamW(
+        wrapped.parameters(),
+        run.task.adam_rate,
+        (0.9, 0.95),
+        weight_decay=0.0,
+        warmup_steps=max(1, run.warmup),
+        warmup_config=Config(bits=32),
+        refreshes=0,
     )
 
 

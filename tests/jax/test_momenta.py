@@ -182,6 +182,7 @@ def test_elements_without_gradients_and_nan() -> None:
     exact = Config(bits=32)
     optimizer = adam(mesh, warmup_steps=2, weight_decay=0.0, refreshes=0, warmup_config=exact)
     step, state, params = program_of(optimizer, mesh), placed(optimizer, mesh), WEIGHTS
+    moved = np.zeros(())
     for i in range(8):
         params, state = step(params, state, rows if i < 2 else later)
         moved = np.abs(fetch(params["a"]) - WEIGHTS["a"])
@@ -206,11 +207,12 @@ def test_elements_without_gradients_and_nan() -> None:
 def test_as_adamw() -> None:
     """Check that exact variance steps are optax's AdamW on the mean gradient."""
     mesh, rows = mesh_with(4), rows_of(4, 30)
-    options = {"b2": 0.95, "weight_decay": 0.1}
+    options: dict[str, Any] = {"b2": 0.95, "weight_decay": 0.1}
     optimizer = adam(mesh, warmup_steps=30, warmup_config=Config(bits=32), **options)
     step, state, params = program_of(optimizer, mesh), placed(optimizer, mesh), WEIGHTS
     other = optax.adamw(0.01, **options)
-    kept, weights = other.init(WEIGHTS), WEIGHTS
+    weights: Any = WEIGHTS
+    kept = other.init(weights)
     for i in range(30):
         params, state = step(params, state, {leaf: x[i] for leaf, x in rows.items()})
         means = {leaf: x[i].mean(0) for leaf, x in rows.items()}

@@ -132,7 +132,7 @@ class CompressedAdamW(ExchangingOptimizer):
         **keywords: Unpack[Keywords],
     ) -> None:
         caller = "CompressedAdamW"
-        self.warmup_steps = checked_warmup_steps(caller, warmup_steps)
+        self.warmup_steps: WarmupSteps = checked_warmup_steps(caller, warmup_steps)
         self.refreshes = require_integer(f"{caller}: refreshes", refreshes, 0)
         config = config_of(config or Config(compressor="levels", bits=1), **keywords)
         votes = config.compressor == "sign" and config.bits != EXACT_BITS

@@ -361,7 +361,7 @@ def sixteen_bits() -> None:
         assert next(model.parameters()).dtype == torch.bfloat16, name
         identical_on_all_ranks(weights_of(model))
         mixed = network()
-        mixed[0].to(torch.bfloat16)
+        next(mixed.children()).to(torch.bfloat16)
         optimizer = make(mixed.parameters())
         for step in range(14):
             for p in mixed.parameters():
