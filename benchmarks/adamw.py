@@ -74,7 +74,6 @@ def levels(bits: int, feedback: bool) -> Config:
 
 
 EXACT = "exact"
-ONE_BIT = Config(1, compressor="levels", error_feedback=True)
 METHODS: dict[str, Method] = {
     EXACT: Method(Config(32)),
     "8 bits": Method(Config(8)),
@@ -89,13 +88,10 @@ METHODS: dict[str, Method] = {
         Config(compressor="topk", density=0.01, bucket_size=4096, error_feedback=True)
     ),
     f"PowerSGD rank {LOW_RANK}": Method(Config(32), "factors"),
-    "1-bit Adam": Method(ONE_BIT, "momentum"),
+    "1-bit Adam": Method(Config(1, compressor="levels", error_feedback=True), "momentum"),
     "1-bit Adam, exact momentum": Method(Config(32), "momentum"),
-    "CompressedAdamW": Method(ONE_BIT, "updates", 8, 4),
-    "CompressedAdamW, 16 steps": Method(ONE_BIT, "updates", 16, 4),
-    "CompressedAdamW, 2 refreshes": Method(ONE_BIT, "updates", 8, 2),
-    "CompressedAdamW, v fixed": Method(ONE_BIT, "updates", 8, 0),
-    "CompressedAdamW, exact": Method(Config(32), "updates", 8, 4),
+    "CompressedAdamW": Method(levels(1, True), "updates", 8, 4),
+    "CompressedAdamW, v fixed": Method(levels(1, True), "updates", 8, 0),
 }
 
 

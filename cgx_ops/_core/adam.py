@@ -18,6 +18,7 @@ WarmupSteps = int | Literal["auto"]
 FIRST_CHECK = 8  # the shortest warm-up with "auto"
 STEPS_OF_OCTAVE = 16  # level() counts these
 LARGEST_WEIGHT = 0.25  # of one refresh, so that v is an average of several gradients
+MOMENTUM = Config(compressor="levels", bits=1, rotation=32)
 
 # ---- 1. settings ---------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from cgx_ops import Config, Rules
 from cgx_ops._core.adam import (
+    MOMENTUM,
     VarianceSchedule,
     WarmupSteps,
     checked_warmup_config,
@@ -70,7 +71,7 @@ class CompressedAdamW(ExchangingOptimizer):
             bits. `Config(bits=32)`: exact.
         process_group: the ranks that average. None: the default group.
         config: settings of the momentum's messages. None: 1 bit and a scale for each 512 values
-            (compressor "levels").
+            (compressor "levels"), after a rotation.
         rules: settings of parameters by their index over all groups: "0", "1", ... Parameters that
             they make exact are exact in variance steps, too.
         carrier: "native" sends by cgx_ops' own transports, over a group of any backend. "c10d"
@@ -134,7 +135,7 @@ class CompressedAdamW(ExchangingOptimizer):
         caller = "CompressedAdamW"
         self.warmup_steps: WarmupSteps = checked_warmup_steps(caller, warmup_steps)
         self.refreshes = require_integer(f"{caller}: refreshes", refreshes, 0)
-        config = config_of(config or Config(compressor="levels", bits=1), **keywords)
+        config = config_of(config or MOMENTUM, **keywords)
         votes = config.compressor == "sign" and config.bits != EXACT_BITS
         if votes or "sign" in require_rules(rules, f"{caller}: ").compressors:
             raise InvalidArgument(

@@ -36,6 +36,7 @@ from cgx_ops.torch.ddp import CommHookType
 from cgx_ops.torch.optim import CompressedAdamW, Signum
 
 SHIFT = 0.1  # between ranks' data
+ONE_BIT = Config(compressor="levels", bits=1)
 FEEDBACK = Config(compressor="levels", bits=2)
 NEAREST = Config(bits=8, rounding="nearest", error_feedback=False)
 ADAM: dict[str, Any] = {"lr": 0.01, "weight_decay": 0.01, "warmup_steps": 10, "refreshes": 2}
@@ -73,7 +74,7 @@ def reference_of(name: str, x: torch.Tensor, **options: Any) -> Any:
     start = tc.to_numpy(x)
     if name == "signum":
         return reference.Signum(SIZE, start, lr=0.002, decay=0.01)
-    own = {"bits": 1, "compressor": "levels"} if x.dim() > 1 else {"bits": 32}
+    own = {"bits": 1, "compressor": "levels", "rotation": 32} if x.dim() > 1 else {"bits": 32}
     whole = reference.Segment(0, x.numel(), 8 if x.dim() > 1 else 32)
     options = {"warmup": 10, "lr": 0.01, "decay": 0.01, "variance_segment": whole, **options}
     segment = reference.Segment(0, x.numel(), **own)  # type: ignore[arg-type]
@@ -194,7 +195,11 @@ def conservation() -> None:
     """Check that momenta plus old residuals equal the average (as a sum) plus new residuals."""
     model = network()
     optimizer = MAKERS["compressed_adamw"](
-        model.parameters(), betas=(0.5, 0.999), refreshes=0, warmup_config=Config(bits=32)
+        model.parameters(),
+        betas=(0.5, 0.999),
+        refreshes=0,
+        config=ONE_BIT,
+        warmup_config=Config(bits=32),
     )
     parameters = list(model.parameters())
     for step in range(16):
@@ -299,7 +304,7 @@ def without_gradients() -> None:
     table = nn.Embedding(10, 32)
     start = table.weight.detach().clone()
     optimizer = CompressedAdamW(
-        table.parameters(), lr=0.01, weight_decay=0.0, warmup_steps=3, refreshes=0
+        table.parameters(), 0.01, (0.9, 0.95), weight_decay=0.0, warmup_steps=3, refreshes=2
     )
     never, rare, seen = [4, 6, 7, 8, 9], [3], [0, 1, 2, 5]
     for step in range(40):
@@ -310,13 +315,10 @@ def without_gradients() -> None:
         if step == 2:
             assert torch.equal(table.weight[never + rare], start[never + rare])
     moved = (table.weight.detach() - start).abs()
-    assert moved[seen].min() > 0.1, moved[seen].min()
+    assert moved[seen].mean() > 0.15, moved[seen].mean()
     assert moved[rare].min() > 0.1, "rows without a gradient in the warm-up do not move"
     if SIZE > 1:  # the error of compression, which feedback keeps small
-        assert moved[never].max() < 0.1 * moved[seen].mean(), (
-            moved[never].max(),
-            moved[seen].mean(),
-        )
+        assert moved[never].mean() < 0.2 * moved[seen].mean(), moved[never].mean()
     else:
         assert torch.equal(table.weight[never], start[never])
     identical_on_all_ranks(table.weight.detach().flatten())

@@ -13,6 +13,7 @@ from jax import lax
 
 from cgx_ops._core.adam import (
     FIRST_CHECK,
+    MOMENTUM,
     STEPS_OF_OCTAVE,
     WarmupSteps,
     checked_warmup_config,
@@ -148,7 +149,7 @@ def compressed_adamw(
         eps: Added to the square root of nu; more than 0. Default 1e-8.
         weight_decay: Decoupled weight decay, at least 0. Default 0.01.
         config: How the momentum is sent, as in `average_gradients`. None (default) means
-            `Config(compressor="levels", bits=1)`.
+            `Config(compressor="levels", bits=1, rotation=32)`.
         key: A PRNG key for random rounding, as in `average_gradients`.
         name: Identifies the collectives across processes, as in `psum_q`.
         rules: Settings per leaf of the momentum, by its path, as in `average_gradients`. Leaves
@@ -189,7 +190,7 @@ def compressed_adamw(
     require_share(f"{caller}: b2", b2)
     if not eps > 0:
         raise ValueError(f"{caller}: eps is {eps!r}; it must be more than 0")
-    config = Config(compressor="levels", bits=1) if config is None else config
+    config = MOMENTUM if config is None else config
     options = checked_options(
         caller, config, keywords, key=key, name=name, rules=rules, fuse=fuse, carrier=carrier
     )
