@@ -403,8 +403,8 @@ def table_of(found: Found, task: str) -> Table:
     notes = [
         f"Held-out loss (nats) after {found[0].steps} steps, mean and deviation of {seeds} "
         "seeds: that of exact AdamW, and how much more the others lose with the same seed and "
-        "rate. Bits: sent by a rank in a step for each parameter; the warm-up of 1-bit Adam "
-        f"counts. Score: held-out accuracy at the best rate. Exact AdamW by rate: {grid}."
+        "rate. Bits: sent by a rank in a step for each parameter, warm-up included. "
+        f" Score: held-out accuracy at the best rate. Exact AdamW by rate: {grid}."
     ]
     columns = ["method", "bits", f"rate {best:g}", f"rate {best / 3:.2g}", "score %"]
     return Table(f"AdamW: {task}", columns, rows, notes=notes)
@@ -432,7 +432,7 @@ def summary_of(found: Found) -> Table:
     notes = [
         "Held-out loss (nats) of exact AdamW, and how much more the others lose with the same seed "
         f"and rate: mean ± standard deviation of the seeds ({seeds}). Bits: sent by a rank in a "
-        f"step of {tasks[0]} for each parameter; the warm-up of 1-bit Adam counts."
+        f"step of {tasks[0]} for each parameter, warm-up included."
     ]
     columns = ["method", "bits", *(f"{task}, {rate:.2g}" for task, rate in places)]
     return Table("AdamW: held-out loss against exact", columns, rows, notes=notes)
