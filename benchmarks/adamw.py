@@ -91,7 +91,6 @@ METHODS: dict[str, Method] = {
     "1-bit Adam": Method(Config(1, compressor="levels", error_feedback=True), "momentum"),
     "1-bit Adam, exact momentum": Method(Config(32), "momentum"),
     "CompressedAdamW": Method(levels(1, True), "updates", 8, 4),
-    "CompressedAdamW, v fixed": Method(levels(1, True), "updates", 8, 0),
 }
 
 
