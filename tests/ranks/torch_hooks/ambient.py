@@ -104,7 +104,7 @@ def methods(gloo: dist.ProcessGroup) -> dict[str, Callable[[], Training]]:
         "deep_gradient": lambda: by_hook(
             ddp.DeepGradientState(density=0.05, clip=2.0, nesterov=True), sparse
         ),
-        "one_bit_adam": lambda: stepped(lambda p: CompressedAdamW(p, 0.01, warmup_steps=2)),
+        "compressed_adamw": lambda: stepped(lambda p: CompressedAdamW(p, 0.01, warmup_steps=2)),
         "signum": lambda: stepped(Signum),
         "diloco": lambda: outer_loop(streaming),
         "sparse_loco": lambda: outer_loop(lambda m: sparse_loco(m, sync_every=2)),

@@ -100,7 +100,7 @@ def steps_without_a_scaler() -> None:
 # ---- 2. averaging optimizers ---------------------------------------------------------------------
 
 AVERAGING: dict[str, Make] = {
-    "one_bit_adam": lambda p: CompressedAdamW(p, 0.01, warmup_steps=7),
+    "compressed_adamw": lambda p: CompressedAdamW(p, 0.01, warmup_steps=7),
     "in the warm-up": lambda p: CompressedAdamW(p, 0.01, warmup_steps=2),
     "signum": lambda p: Signum(p, 0.002),
 }
