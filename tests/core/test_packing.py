@@ -60,10 +60,8 @@ def test_results_and_residuals_equal_the_oracle(name: str, size: int, algorithm:
             for i, each in enumerate(segments)
         ]
         residual = old_residual()
-        result = comm.allreduce(
-            inputs(rank), "avg", own, segments=lists, seed=rank,
-            **({"residual": residual} if keeps else {}),
-        )  # fmt: skip
+        fed: dict[str, Any] = {"residual": residual} if keeps else {}
+        result = comm.allreduce(inputs(rank), "avg", own, segments=lists, seed=rank, **fed)
         return only(segments, result), only(segments, residual)
 
     residuals = [old_residual() for _ in range(size)]

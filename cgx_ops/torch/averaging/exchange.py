@@ -173,7 +173,7 @@ class Exchange(AveragingState):
         found = [Layer(n, x.dim(), x.numel()) for n, x in zip(names, tensors, strict=True)]
         segments = segments_of(rules, found, starts[:-1], config)
         if own is not None:
-            config = for_any_message(own, Rules())
+            config = own
             segments = [replace(s, config=_unless_exact(s.config, config)) for s in segments]
         kept = self.residuals_of(self.caller, config, found, segments, tensors)
         lost, keep = decayed(kept, config, segments, copies=True)

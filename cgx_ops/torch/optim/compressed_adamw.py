@@ -104,7 +104,7 @@ class CompressedAdamW(ExchangingOptimizer):
         ...     model(torch.randn(8, 64)).square().mean().backward()
         ...     optimizer.step()
         >>> optimizer.schedule.due, optimizer.schedule.interval
-        (21, 4)
+        (20, 4)
         >>> dist.destroy_process_group()
     """
 
