@@ -254,7 +254,7 @@ def test_bytes_of_16_bit_partial_sums(op: Op, width: int) -> None:
 
     Partial sums travel in fp32 towards the owner, maxima in their dtype; results travel in fp16.
     """
-    size, numel, header = 4, 40_000, 200  # of docs/reference/control_messages.md
+    size, numel, header = 4, 40_000, 208  # of docs/reference/control_messages.md
 
     def run(rank: int, comm: Communicator) -> tuple[int, int]:
         x = np.ones(numel, np.float16)

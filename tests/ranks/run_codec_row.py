@@ -1,11 +1,12 @@
 """Rank program: test a codec of variable message length through every API.
 
 The codec (tests/cpp/pairs_codec.h) sends each value of magnitude 1/2 or more exactly, with its
-index; config BITS selects it. A sum therefore adds the values that each rank sends, in rank order.
+index; CONFIG selects it. A sum therefore adds the values that each rank sends, in rank order.
 A rank's residual is the rest of its values.
 """
 
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from cgx_ops.torch import ddp
 use_cpu_devices(1)
 cgx_ops.jax.initialize()
 RANK, SIZE = cgx_ops.rank(), cgx_ops.size()
-BITS, CONFIG = 3, Config(3, rounding="nearest", algorithm="one_shot")
+CONFIG = Config(3, rounding="nearest", algorithm="one_shot")
 NUMELS = (0, 1, 17, 511, 512, 513, 2**20 + 7)
 Float32s = npt.NDArray[np.float32]
 
@@ -66,7 +67,7 @@ def by_numpy() -> None:
 
 def by_torch_operators() -> None:
     """Test the eager and compiled operators, with feedback, and over gloo."""
-    options: dict[str, Any] = {"bits": BITS, "op": "avg", "rounding": "nearest"}
+    options: dict[str, Any] = {"config": str(CONFIG), "op": "avg"}
     reduce: Any = torch.ops.cgx.quantized_allreduce
 
     def step(x: torch.Tensor, **where: Any) -> torch.Tensor:
@@ -121,13 +122,13 @@ def by_jax() -> None:
         for numel in (17, 5000):
             rows = np.stack([values(rank, numel) for rank in range(SIZE)])
             reduce = jax.shard_map(
-                lambda x, carrier=carrier: cgx_ops.jax.pmean_q(x, "d", bits=BITS, carrier=carrier),
+                partial(cgx_ops.jax.pmean_q, axis_name="d", config=CONFIG, carrier=carrier),
                 mesh=mesh, in_specs=P("d"), out_specs=P(),
             )  # fmt: skip
             y = np.asarray(jax.jit(reduce)(on_devices(rows)).addressable_data(0))[0]
             assert np.array_equal(y, mean_of_sent(rows)), (carrier, numel)
 
-    optimizer = cgx_ops.jax.average_gradients("d", bits=BITS, rules=None, mesh=mesh)
+    optimizer = cgx_ops.jax.average_gradients("d", config=CONFIG, rules=None, mesh=mesh)
     state = optimizer.init(jnp.zeros(5000))
     specs = cgx_ops.jax.state_specs(optimizer, jnp.zeros(5000), "d")
 
