@@ -116,11 +116,12 @@ void check_compressor(const cgx_config_t& config) {
 }
 
 void require_feedback(const cgx_config_t& config) {
-  const bool lossless = compressor_entry(config.compressor).exact;
-  require(config.bits != kExactBits && !lossless, CGX_INVALID_ARGUMENT, "error feedback with ",
-          lossless ? "compressor='lossless'" : "bits=32",
-          ": there is no quantization error; leave it out, or use ",
-          lossless ? "another compressor" : "fewer bits");
+  require(config.bits != kExactBits, CGX_INVALID_ARGUMENT,
+          "error feedback with bits=32: there is no quantization error; leave it out, or use fewer "
+          "bits");
+  const CodecEntry& entry = compressor_entry(config.compressor);
+  require(!entry.exact, CGX_INVALID_ARGUMENT, "error feedback with compressor='", entry.name,
+          "': there is no quantization error; leave it out, or use another compressor");
   check_feedback(settings_per_stage(config, settings_of(config, Dtype::kFloat32)).each);
 }
 

@@ -93,6 +93,6 @@ def test_arithmetic_is_exact() -> None:
     """Check that denormals are preserved, divisions round to nearest, and fusion is intended."""
     ptx = dump("--dump-ptx")
     operations = set(re.findall(r"\s((?:add|sub|mul|fma|mad|div|rcp|sqrt)\S*\.f32)\s", ptx))
-    spelled_out = {f"{name}.rn.f32" for name in ("add", "sub", "mul", "fma", "div", "sqrt")}
+    spelled_out = {f"{name}.rn.f32" for name in ("add", "sub", "mul", "fma", "div", "rcp", "sqrt")}
     assert operations == {*spelled_out, "add.rm.f32"}  # add.rm is the floor
     assert not re.search(r"\.f(tz|ull)\b|\.approx", ptx)
