@@ -51,7 +51,7 @@ MAKERS: dict[str, Callable[[Any], Any]] = {
         warmup_steps=10,
         refreshes=2,
         rules=Rules([("bias", 32)]),
-        config=Config(compressor="levels", bits=1, algorithm="sra"),
+        config=Config(compressor="levels", bits=1, rotation=32, algorithm="sra"),
         mesh=mesh,
     ),
     "signum": lambda mesh: signum("d", 0.002, weight_decay=0.01, mesh=mesh),

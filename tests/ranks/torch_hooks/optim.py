@@ -318,7 +318,7 @@ def without_gradients() -> None:
     assert moved[seen].mean() > 0.15, moved[seen].mean()
     assert moved[rare].min() > 0.1, "rows without a gradient in the warm-up do not move"
     if SIZE > 1:  # the error of compression, which feedback keeps small
-        assert moved[never].mean() < 0.2 * moved[seen].mean(), moved[never].mean()
+        assert moved[never].mean() < 0.5 * moved[seen].mean(), moved[never].mean()
     else:
         assert torch.equal(table.weight[never], start[never])
     identical_on_all_ranks(table.weight.detach().flatten())
