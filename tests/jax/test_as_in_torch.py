@@ -51,7 +51,7 @@ MAKERS: dict[str, Callable[[Any], Any]] = {
         warmup_steps=10,
         refreshes=2,
         rules=Rules([("bias", 32)]),
-        config=Config(compressor="levels", bits=1, rotation=32, algorithm="sra"),
+        config=Config(compressor="levels", bits=1, algorithm="sra"),
         mesh=mesh,
     ),
     "signum": lambda mesh: signum("d", 0.002, weight_decay=0.01, mesh=mesh),
@@ -111,12 +111,10 @@ def test_losses(name: str, torchs: Path) -> None:
         updates, state = optimizer.update(gradients, state, p)
         return optax.apply_updates(p, updates), state, loss[None]
 
-    # A value between two codes may be rounded differently, which feedback corrects later.
-    bound = 1e-3 if name == "compressed_adamw" else 1e-4
     state: Any = optimizer.init(params)
     for batch, losses in zip(run["batches"], run["losses"], strict=True):
         params, state, found = step(params, state, batch)
-        assert np.abs(fetch(found) - losses).max() <= bound * np.abs(losses).max()
+        assert np.abs(fetch(found) - losses).max() <= 1e-4 * np.abs(losses).max()
     assert run["losses"][-1].mean() < 0.8 * run["losses"][0].mean()
     if name == "power_sgd":
         assert {q.shape for q in jax.tree.leaves(state[0].q)} == {(24, 2)}

@@ -21,8 +21,11 @@ import torch_power_sgd.common
 from torch import nn
 from torch_training import RANK, SIZE, batch, gathered, loss_of, network
 
+from cgx_ops import Config
+
 FOLDER = Path(sys.argv[1])
 STEPS, SHIFT = range(50), 0.1  # between ranks' data
+SIGNS = Config(compressor="levels", bits=1)
 
 
 def record(name: str, model: nn.Module, optimizer: Any, decay: float = 1.0) -> None:
@@ -58,8 +61,10 @@ def deep_gradient() -> None:
 def optimizers_that_average() -> None:
     for name, make in torch_hooks.optim.MAKERS.items():
         model = network()
-        # JAX rounds to nearest without a key.
-        own = {} if name == "signum" else {"warmup_config": torch_hooks.optim.NEAREST}
+        # JAX rounds to nearest without a key. A rotation would spread a last bit that differs over
+        # a whole group of values.
+        own = {"warmup_config": torch_hooks.optim.NEAREST, "config": SIGNS}
+        own = {} if name == "signum" else own
         record(name, model, make(model.parameters(), **own))
 
 
