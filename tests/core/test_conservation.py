@@ -18,9 +18,15 @@ ENVIRONMENT = {"OMP_NUM_THREADS": "1"}
 EXHAUSTIVE = pytest.mark.exhaustive
 
 
-@pytest.mark.parametrize("algorithm", ["one_shot", "sra", "ring"])
+@pytest.mark.parametrize(
+    ("binding", "algorithm"),
+    [
+        *(("torch", algorithm) for algorithm in ("one_shot", "sra", "ring")),
+        *(pytest.param("jax", algorithm, marks=EXHAUSTIVE) for algorithm in ("one_shot", "sra")),
+        ("jax", "ring"),
+    ],
+)
 @pytest.mark.parametrize("size", [3, *(pytest.param(n, marks=EXHAUSTIVE) for n in (1, 2, 4))])
-@pytest.mark.parametrize("binding", ["torch", "jax"])
 def test_threads(binding: str, size: int, algorithm: Any) -> None:
     rows = [row for row in conservation.FED_BACK if conservation.served(binding, row)]
     if binding == "jax":
