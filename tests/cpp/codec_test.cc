@@ -72,10 +72,10 @@ std::pair<std::vector<float>, std::vector<float>> expected(int algorithm, int si
   std::vector<float> sums, lost;
   const int64_t grain = numel < 16 ? 1 : kPairsGrain, grains = (numel + grain - 1) / grain;
   int owner = 0;
+  std::vector<float> values(size);
   for (int64_t i = 0; i < numel; ++i) {
     while (i / grain >= owned_grains(grains, owner, size).last) ++owner;
-    std::vector<float> values;
-    for (const auto& input : inputs) values.push_back(input[i]);
+    for (int each = 0; each < size; ++each) values[each] = inputs[each][i];
     const Sum sum = sum_of(algorithm, owner, numel, values);
     sums.push_back(sum.value);
     lost.push_back(sum.lost[rank]);
@@ -101,6 +101,7 @@ void test_allreduce(int size, const char* transport) {
   ranks.run([&](int rank, int32_t comm) {
     for (const int algorithm : {CGX_ONE_SHOT, CGX_SRA, CGX_RING}) {
       for (const int64_t numel : kSizes) {
+        if (numel > 5000 && size > 3) continue;  // the expected sums take long
         const auto input = values_of(rank, numel);
         std::vector<float> output(numel, -1.0f), lost(numel);
         const cgx_segment_t segment{0, numel, 512, kPairsBits, 0, nullptr};
@@ -135,16 +136,13 @@ void test_blocks(int size) {
       scatter.comm = comm;
       scatter.verb = CGX_REDUCE_SCATTER;
       ok(cgx_run(&scatter));
-      for (int64_t i = 0; i < numel; ++i) {
-        float expected = 0;
-        for (int peer = 0; peer < size; ++peer) {
-          const float value = values_of(peer * size + rank, numel)[i];
-          expected += peer == rank ? value : kept(value, numel);
-        }
-        if (i % 97 == 0 || i + 1 == numel)
-          CHECK(sum[i] == expected, "element %ld of %ld: %g, not %g", long(i), long(numel), sum[i],
-                expected);
+      std::vector<float> expected_sums(numel, 0.0f);
+      for (int peer = 0; peer < size; ++peer) {
+        const auto block = values_of(peer * size + rank, numel);
+        for (int64_t i = 0; i < numel; ++i)
+          expected_sums[i] += peer == rank ? block[i] : kept(block[i], numel);
       }
+      CHECK(sum == expected_sums, "%ld values of %d ranks", long(numel), size);
       auto gather = call_of(&segment, 1, inputs.data(), gathered.data());
       gather.comm = comm;
       gather.verb = CGX_ALL_GATHER;
