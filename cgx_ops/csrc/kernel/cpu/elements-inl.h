@@ -9,6 +9,11 @@
 namespace cgx::cpu::CGX_TARGET {
 namespace {
 
+// Sums and differences modulo 2^32, since exponents of infinities overflow.
+typedef uint32_t Moduli __attribute__((vector_size(sizeof(Ints))));
+[[gnu::always_inline]] inline Ints plus(Ints a, Ints b) { return Ints(Moduli(a) + Moduli(b)); }
+[[gnu::always_inline]] inline Ints minus(Ints a, Ints b) { return Ints(Moduli(a) - Moduli(b)); }
+
 // The codes, with signs, of values times a block's inverse scale. r: noise; used if kNoisy.
 template <Element kTo, bool kNoisy>
 [[gnu::always_inline]] inline Ints element_codes(Floats x, float inverse, Floats r) {
@@ -20,13 +25,14 @@ template <Element kTo, bool kNoisy>
   const Ints exponent = field > lowest ? field : lowest;
   Ints units;
   if constexpr (kNoisy) {
-    const auto up = Floats(((254 + kTo.mantissa_bits) << 23) - exponent);
+    constexpr auto kTop = static_cast<int32_t>((254u + kTo.mantissa_bits) << 23);
+    const auto up = Floats(minus(Ints{} + kTop, exponent));
     units = __builtin_convertvector(magnitude * up + r, Ints);
   } else {
-    const Ints anchor = exponent + (kFraction << 23);
-    units = Ints(magnitude + Floats(anchor)) - anchor;
+    const Ints anchor = plus(exponent, Ints{} + (kFraction << 23));
+    units = minus(Ints(magnitude + Floats(anchor)), anchor);
   }
-  const Ints code = ((exponent - lowest) >> kFraction) + units;
+  const Ints code = plus((exponent - lowest) >> kFraction, units);
   return (code < top ? code : top) | ((Ints(x) >> (32 - kTo.bits)) & (1 << (kTo.bits - 1)));
 }
 

@@ -432,7 +432,7 @@ bool rans_decode(const std::byte* bytes, int64_t size, int64_t numel, int lanes,
     if (frequencies[s] != kFrequencySum) continue;
     for (int lane = 0; lane < lanes; ++lane)
       if (states[lane] != kLowestState) return false;
-    __builtin_memset(symbols, s, static_cast<size_t>(numel));
+    if (numel > 0) __builtin_memset(symbols, s, static_cast<size_t>(numel));
     return size == 4 * lanes;
   }
   const DecoderTable table(frequencies);
