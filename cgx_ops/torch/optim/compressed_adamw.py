@@ -44,9 +44,9 @@ class CompressedAdamW(ExchangingOptimizer):
     at an interval of 1 step, then as many at intervals of 2, 4, 8, ... steps. A refresh counts in v
     like the steps since the last one, at most by a quarter.
 
-    In AdamW |u| has a bound, because v contains the squares of the gradients in m. With a fixed v
-    it has none, and training could diverge where v is tiny. So u is clipped to AdamW's bound, and a
-    rank's own u to sqrt(ranks) times that bound.
+    In AdamW the magnitude of u has a bound, because v contains the squares of the gradients in m.
+    With a fixed v it has none, and training could diverge where v is tiny. So u is clipped to
+    AdamW's bound, and a rank's own u to sqrt(ranks) times that bound.
 
     m and v have AdamW's bias correction, and weight decay is decoupled. Tang et al.: 1-bit Adam,
     ICML 2021. Lu et al.: 0/1 Adam, ICLR 2023.
