@@ -78,12 +78,12 @@ void resolve_algorithm(Plan* plan) {
   plan->algorithm = pick_algorithm(*plan);
   // A minimum or maximum is one of the values.
   const bool selects = plan->op == Op::kMin || plan->op == Op::kMax;
-  const bool passes_sums_on = !selects && entry_of(plan->algorithm).passes_sums_on;
-  for (Segment& segment : plan->segments) {
-    if (!passes_sums_on) break;
-    CodecSettings& sums = segment.codecs[Stage::kScatter];
-    sums.dtype = Dtype::kFloat32;
-    if (votes(segment.codecs[Stage::kGather])) sums.bits = kExactBits;  // vote counts
+  if (!selects && entry_of(plan->algorithm).passes_sums_on) {
+    for (Segment& segment : plan->segments) {
+      CodecSettings& sums = segment.codecs[Stage::kScatter];
+      sums.dtype = Dtype::kFloat32;
+      if (votes(segment.codecs[Stage::kGather])) sums.bits = kExactBits;  // vote counts
+    }
   }
   Packing::pack(plan);
 }

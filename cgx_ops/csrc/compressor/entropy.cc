@@ -57,8 +57,7 @@ uint16_t noise_of(int64_t index, const Rounding& rounding) {
 
 int64_t packed_bytes(int64_t numel, int64_t bits) { return (numel * bits + 7) / 8; }
 
-// ---- encoding
-// ------------------------------------------------------------------------------------
+// ---- encoding ----
 
 // About the size of a coded block, in bits. A lane takes 32 bits, and its last state holds about 8
 // bits of the symbols.
@@ -145,8 +144,7 @@ int64_t write_fixed(const float* values, int64_t numel, uint32_t largest, int wi
   return packer.finish() - block;
 }
 
-// ---- decoding
-// ------------------------------------------------------------------------------------
+// ---- decoding ----
 
 void check(bool valid) {
   require(valid, CGX_INVALID_ARGUMENT, "the bytes are not a block of compressor='entropy'");
@@ -295,8 +293,7 @@ Content read(std::span<const std::byte> bytes, int64_t numel) {
           .extra = decoded.extra.data()};
 }
 
-// ---- the codec
-// -----------------------------------------------------------------------------------
+// ---- the codec ----
 
 class Entropy final : public Codec {
  public:

@@ -12,8 +12,7 @@
 namespace cgx {
 
 // The key of a step: the upper 24 bits of its fp32 number. Keys are in the order of the steps.
-inline constexpr int64_t kOctave = 1
-                                   << 15;  // the distance of keys whose steps differ by a factor 2
+inline constexpr int64_t kOctave = 1 << 15;  // the distance if steps differ by a factor of 2
 inline constexpr int64_t kLowestKey = 0x8000, kHighestKey = 0x7f7fff;
 float step_of_key(int64_t key);
 int64_t key_of_step(float step);

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "base/status.h"
+#include "compressor/bit_fields.h"
 
 namespace cgx {
 namespace {
@@ -38,8 +39,8 @@ const std::array<uint32_t, kFrequencySum + 1>& costs() {
 // ---- bits of written frequencies ----
 
 constexpr int kFirstWidth = 8;  // the expected width of the first frequency
-constexpr int kAbsent =
-    4;  // the code of symbols without a frequency; of differences above it, 1 more
+// The code of symbols without a frequency; codes of differences from it on are 1 more.
+constexpr int kAbsent = 4;
 
 // The number of bits of a frequency's offset from the lowest one of its width. `remaining`: the sum
 // of this frequency and of those that follow.
@@ -48,30 +49,12 @@ int offset_bits(int width, uint32_t remaining) {
   return std::bit_width(std::min(lowest - 1, remaining - lowest));
 }
 
-class BitWriter {
- public:
-  explicit BitWriter(std::byte* to) : to_(to) {}
-  void put(uint32_t value, int bits) {
-    word_ |= uint64_t{value} << filled_;
-    for (filled_ += bits; filled_ >= 8; filled_ -= 8, word_ >>= 8)
-      *to_++ = static_cast<std::byte>(word_);
-  }
-  // A positive number in Elias's gamma code: zeros, as many as bits follow the number's first.
-  void put_gamma(uint32_t number) {
-    const int zeros = std::bit_width(number) - 1;
-    put(1u << zeros, zeros + 1);
-    put(number - (1u << zeros), zeros);
-  }
-  std::byte* finish() {
-    if (filled_ > 0) put(0, 8 - filled_);
-    return to_;
-  }
-
- private:
-  std::byte* to_;
-  uint64_t word_ = 0;
-  int filled_ = 0;
-};
+// Writes a positive number in Elias's gamma code: zeros, as many as bits follow the number's first.
+void put_gamma(uint32_t number, BitPacker& packer) {
+  const int zeros = std::bit_width(number) - 1;
+  packer.put(1u << zeros, zeros + 1);
+  packer.put(number - (1u << zeros), zeros);
+}
 
 // Bits after the end are 0, so compare used_bytes() with the size.
 class BitReader {
@@ -145,25 +128,25 @@ Frequencies frequencies_of(const Counts& counts) {
 int64_t write_frequencies(const Frequencies& frequencies, std::byte* bytes) {
   int s = 0;
   while (frequencies[s] == 0) ++s;
-  BitWriter writer(bytes);
-  writer.put(s, 8);
+  BitPacker packer(bytes);
+  packer.put(s, 8);
   int width = kFirstWidth;
   for (uint32_t remaining = kFrequencySum; remaining != 0; ++s) {
     int absent = 0;
     for (; frequencies[s] == 0; ++s) ++absent;
     if (absent > 0) {
-      writer.put_gamma(kAbsent);
-      writer.put_gamma(absent);
+      put_gamma(kAbsent, packer);
+      put_gamma(absent, packer);
     }
     const uint32_t frequency = frequencies[s];
     const int difference = std::bit_width(frequency) - width;
     const int code = difference < 0 ? -2 * difference : 2 * difference + 1;
-    writer.put_gamma(code < kAbsent ? code : code + 1);
+    put_gamma(code < kAbsent ? code : code + 1, packer);
     width += difference;
-    writer.put(frequency - (1u << (width - 1)), offset_bits(width, remaining));
+    packer.put(frequency - (1u << (width - 1)), offset_bits(width, remaining));
     remaining -= frequency;
   }
-  return writer.finish() - bytes;
+  return packer.finish() - bytes;
 }
 
 int64_t read_frequencies(std::span<const std::byte> bytes, int alphabet, Frequencies& frequencies) {
