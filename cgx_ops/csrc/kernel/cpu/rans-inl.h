@@ -450,6 +450,7 @@ bool rans_decode(const std::byte* bytes, int64_t size, int64_t numel, int lanes,
     };
     if (end - words >= lanes) decode(end - lanes);
     const int64_t rest = end - words;
+    if (rest > lanes) return;  // more words than symbols, which the comparison below refuses
     __builtin_memcpy(last, words, 2 * static_cast<size_t>(rest));
     words = last;
     end = last + rest;
