@@ -265,7 +265,10 @@ void read_coded(std::span<const std::byte> bytes, int64_t numel, uint8_t flags, 
   bytes = bytes.subspan(low_bytes);
   check(kernels().rans_decode(bytes.data(), static_cast<int64_t>(bytes.size()), numel,
                               lanes_of(numel), frequencies.data(), decoded->symbols.data()));
-  read_extra(extra, numel, decoded);
+  const auto is_used = [](uint16_t frequency) { return frequency != 0; };
+  if (!extra.empty() ||
+      std::any_of(frequencies.begin() + kDirectSymbols, frequencies.end(), is_used))
+    read_extra(extra, numel, decoded);
 }
 
 // The result is valid until the next call in this thread.
@@ -328,8 +331,14 @@ class Entropy final : public Codec {
   void decode(std::span<const std::byte> bytes, int64_t numel, int64_t /*first_index*/, Dtype dtype,
               void* values) const override {
     if (numel == 0 && bytes.empty()) return;
+    const Content content = read(bytes, numel);
+    if (dtype == Dtype::kFloat32 && content.symbols != nullptr) {
+      kernels().entropy_values(content.symbols, content.low, content.extra, numel, /*first=*/0,
+                               content.grid, static_cast<float*>(values));
+      return;
+    }
     auto* const to = static_cast<std::byte*>(values);
-    read(bytes, numel).for_chunks(numel, [&](int64_t first, int64_t count, const float* decoded) {
+    content.for_chunks(numel, [&](int64_t first, int64_t count, const float* decoded) {
       kernels().convert(Dtype::kFloat32, decoded, dtype, to + first * size_of(dtype), count);
     });
   }

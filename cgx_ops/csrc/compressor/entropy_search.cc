@@ -153,20 +153,21 @@ int64_t EntropySearch::slope_at(int64_t key) {
 int EntropySearch::shift_at(int64_t key) const {
   const EntropyGrid grid = this->grid(key);
   const float inverse = 1.0f / grid.step;
-  int64_t count = 0, fractions = 0;
+  int32_t count = 0, fractions = 0;  // of at most kMostSample values, so vectors of 32 bits suffice
   for (const float value : sample_) {
     const float magnitude = std::bit_cast<float>(std::bit_cast<uint32_t>(value) & 0x7fffffff);
     const float scaled = magnitude * inverse;
     const float v = scaled + grid.offset;
-    const bool used = v >= 1 && v < 32768;  // without a branch, which would often be mispredicted
-    const float limited = std::min(v, 32768.0f);
-    const float whole = static_cast<float>(static_cast<int32_t>(limited));
-    count += used;
-    fractions += static_cast<int32_t>((limited - whole) * 256) & -static_cast<int32_t>(used);
+    const int32_t used = -(static_cast<int32_t>(v >= 1) & static_cast<int32_t>(v < 32768));
+    const float limited = v < 32768 ? v : 32768;
+    const int32_t whole = static_cast<int32_t>(limited);
+    const float fraction = (limited - static_cast<float>(whole)) * 256;
+    count -= used;
+    fractions += static_cast<int32_t>(fraction) & used;
   }
   if (count < 16) return 0;
   return static_cast<int>(
-      std::clamp<int64_t>(floor_div(count * offset_ - fractions, count), -128, 127));
+      std::clamp<int64_t>(floor_div(count * offset_ - fractions, int64_t{count}), -128, 127));
 }
 
 }  // namespace cgx
