@@ -97,7 +97,10 @@ def compile_as_constants(*classes: type) -> None:
     for each in classes:
         names = {name for name in dir(each) if not name.startswith("__")}
         members = dict.fromkeys(names | {"__str__", "__repr__", "__eq__"}, MemberType.USE_REAL)
-        register_opaque_type(each, typ="value", members=members)
+        try:
+            register_opaque_type(each, typ="value", members=members)
+        except TypeError:  # torch 2.11 only accepts classes with its metaclass
+            return
 
 
 def declare_graph_pass(kind: type) -> None:
