@@ -145,10 +145,10 @@ neon: $(BUILT)
 	$(BIN)/python -m pytest tests/cpp/test_neon.py
 
 # With a GPU: build, then the CUDA tests, then the benchmarks, which write the tables of
-# docs/explanation/gpu.md. They use the packages of PYTHON, not .venv, and no network. gpu-test and
+# docs/explanation/gpu_speed.md. They use the packages of PYTHON, not .venv, and no network. gpu-test and
 # gpu-bench build nothing: on another machine, copy cgx_ops/*.so, cgx_ops/_build.json and the
 # programs build/cmake/cuda_*_test.
-GPU_PARTS ?= 8
+GPU_PARTS ?= 6
 GPU_PART_NUMBERS := $(shell seq $(GPU_PARTS))
 GPU_PYTEST = $(PYTHON) -m pytest tests/cuda --durations=8
 # A variable, because `make --dry-run` runs recipe lines that contain $(MAKE).
@@ -178,7 +178,7 @@ gpu-parts: $(GPU_PART_NUMBERS:%=gpu-part-%)
 
 gpu-part-%:  # pytest returns 5 if a part is empty, because there are more parts than launches
 	$(GPU_PYTEST) -m "gpu and not alone and not exhaustive" --part $*/$(GPU_PARTS) \
-	  --session-timeout=150 || [ $$? -eq 5 ]
+	  --session-timeout=240 || [ $$? -eq 5 ]
 
 gpu-bench:
 	$(PYTHON) benchmarks/gpu.py $(if $(TINY),--tiny)

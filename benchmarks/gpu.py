@@ -1,4 +1,4 @@
-"""Measure on a GPU and write the tables of docs/explanation/gpu.md; `make gpu` runs it.
+"""Measure on a GPU and write the tables of docs/explanation/gpu_speed.md; `make gpu` runs it.
 
     python benchmarks/gpu.py            # the runs below, then the tables
     python benchmarks/gpu.py --tables   # only these, from the reports in benchmarks/results/gpu/
@@ -13,6 +13,7 @@ import contextlib
 import os
 import shlex
 import sys
+import textwrap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,7 +26,7 @@ from suite import ROOT, Run, run
 from cgx_ops._core.table import Table
 from cgx_ops.bench.report import Report
 
-DOCUMENT = ROOT / "docs/explanation/gpu.md"
+DOCUMENT = ROOT / "docs/explanation/gpu_speed.md"
 BEGIN, END = "<!-- tables of benchmarks/gpu.py -->", "<!-- end of tables -->"
 
 RUNS = (
@@ -174,7 +175,8 @@ def text_of(reports: Reports) -> str:
     mps = any(report.settings["mps"] for report in reports.values())
     versions = ", ".join(f"{name} {number}" for name, number in newest.machine["versions"].items())
     where = "{cpu}, {cores} cores; {platform}".format(**newest.machine)
-    parts = [f"{newest.machine['date']}. {gpu}. {where}. {newest.machine['mpi']}, {versions}."]
+    made = f"{newest.machine['date']}. {gpu}. {where}. {newest.machine['mpi']}, {versions}."
+    parts = [textwrap.fill(made, 100, break_on_hyphens=False)]
     parts.append(f"Processes ran {'under' if mps else 'without'} NVIDIA's MPS.")
     parts.append(targets_table(reports).markdown())
     for report in reports.values():
@@ -199,7 +201,7 @@ def tiny(one: Run) -> Run:
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        description="Measures on a GPU; writes docs/explanation/gpu.md's tables"
+        description="Measures on a GPU; writes docs/explanation/gpu_speed.md's tables"
     )
     parser.add_argument("--tables", action="store_true", help="only write, from older reports")
     parser.add_argument("--tiny", action="store_true", help="check only that everything runs")
@@ -217,7 +219,9 @@ def main() -> None:
             failed |= outcome != "done"
     reports = {name: Report.read(one.report) for name, one in runs.items() if one.report.exists()}
     if not reports:
-        sys.exit("No report in benchmarks/results/gpu/: docs/explanation/gpu.md is unchanged.")
+        sys.exit(
+            "No report in benchmarks/results/gpu/: docs/explanation/gpu_speed.md is unchanged."
+        )
     if not options.tiny:
         write(DOCUMENT, reports)
     targets_table(reports).print()

@@ -150,6 +150,20 @@ c10::intrusive_ptr<c10d::ProcessGroup> find_group(const std::string& name) {
   }
 }
 
+// gloo's all_gather_into_tensor would read GPU memory on the host.
+void require_gather(c10d::ProcessGroup& group, const at::Tensor& x) {
+  if (!x.is_cuda()) return;
+  std::string backend;
+  try {
+    backend = group.getBackend(c10::DeviceType::CUDA)->getBackendName();
+  } catch (const c10::Error&) {
+    return;  // a group that is not made of backends
+  }
+  TORCH_CHECK_VALUE(backend != "gloo", "carrier='c10d': process group '", group.getGroupName(),
+                    "' uses gloo, which cannot gather CUDA tensors: pass a group with NCCL, or "
+                    "use carrier='native'");
+}
+
 at::Tensor wait(const at::Tensor& x) { return functional("_c10d_functional::wait_tensor", x); }
 
 }  // namespace
@@ -180,6 +194,7 @@ std::vector<at::Tensor> all_reduce_carried(at::TensorList xs, at::TensorList res
     return results;
   }
 
+  require_gather(*group, xs[0]);
   report_operators(o, rank, size, kTorchsCollectives);
   // A message, then residuals.
   std::vector<at::Tensor> step = call(encode, xs, residuals, lengths.encoded);

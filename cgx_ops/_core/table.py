@@ -2,6 +2,7 @@
 
 import io
 import os
+import textwrap
 from dataclasses import dataclass, field
 
 from rich import box
@@ -63,7 +64,8 @@ class Table:
         text = io.StringIO()
         Console(file=text, width=1000, markup=False).print(self._rich(box.MARKDOWN, None))
         rows = (line.strip() for line in text.getvalue().splitlines())
-        return "\n\n".join([f"### {self.title}", "\n".join(filter(None, rows)), *self.notes])
+        notes = (textwrap.fill(note, 100, break_on_hyphens=False) for note in self.notes)
+        return "\n\n".join([f"### {self.title}", "\n".join(filter(None, rows)), *notes])
 
     def _rich(self, style: box.Box, title: str | None) -> RichTable:
         lines = style is not box.MARKDOWN

@@ -60,7 +60,9 @@ def test_results_equal_those_of_the_cpu(n: int, wire: str, sets: list[str]) -> N
 @pytest.mark.parametrize("n", [2, 4])
 def test_results_of_threads(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Use several ranks in one process, each on its own stream."""
-    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # see docs/explanation/gpu.md
+    # See docs/explanation/gpu.md.
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    monkeypatch.setenv("CUDA_MODULE_LOADING", "EAGER")
     args = ("results", "--threads", n, "features", "by_size")
     (output,) = on_one_gpu(1, PROGRAM, *args, timeout=120, shares=False)
     found = [json.loads(line) for line in output.splitlines()[-n:]]

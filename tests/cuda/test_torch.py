@@ -41,7 +41,7 @@ PROGRAM = "run_cuda_torch.py"
 NAMES = listed(PROGRAM)
 CASES = ["values", "lists", "several_devices", "layouts", "in_place", "gradients", "streams"]
 CASES += ["waits", "works", "backend_calls", "compressed_operations", "data_parallel", "sharded"]
-CASES += ["operators"]
+CASES += ["operators", "feedback", "methods"]
 
 
 def on(n: int, wire: str, *names: str, timeout: float = 120) -> Launch:

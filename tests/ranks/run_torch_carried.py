@@ -23,9 +23,13 @@ from torch._dynamo.utils import counters
 from torch._functorch import config as functorch_config
 from torch._inductor import config as inductor_config
 from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.library import opcheck
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
+
+from cgx_ops import Config, InvalidArgument
+from cgx_ops.torch.averaging.exchange import Exchange
 
 coalesced: Any = torch.ops.cgx.quantized_allreduce_coalesced
 
@@ -363,6 +367,14 @@ def bad_calls(group: Group) -> None:
     assert tc.allreduce(x, 32, **group.options(op="max")).tolist() == [1.0] * 100
     with refused(TypeError, "float32, float16 and bfloat16 are supported"):
         tc.allreduce(x.long(), **group.options())
+    if group.size > 1:
+        gloo = "uses gloo, which cannot gather CUDA tensors: pass a group with NCCL"
+        with FakeTensorMode():
+            on_gpu = torch.empty(100, device="cuda")
+            with refused(ValueError, gloo):
+                tc.allreduce(on_gpu, **group.options())
+            with refused(InvalidArgument, gloo):
+                Exchange("caller", group.group, Config(), "c10d").mean(["x"], [on_gpu])
 
 
 def the_default_group() -> None:

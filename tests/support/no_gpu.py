@@ -206,6 +206,7 @@ _OF_CUDA: dict[str, Any] = {
     "default_stream": lambda device=None: DEFAULT,
     "device_count": lambda: 1,
     "empty_cache": lambda: None,
+    "get_device_capability": lambda device=None: (8, 0),
     "get_device_name": lambda device=None: NAME,
     "graph": record,
     "manual_seed": torch.manual_seed,
@@ -225,6 +226,7 @@ def _replace_torch() -> None:
     tensor.cuda, tensor.cpu = _copies(_to_gpu), _copies(tensor.cpu)
     tensor.to, tensor.pin_memory = _to, lambda x: x
     tensor.is_cuda = property(lambda x: True)
+    tensor.record_stream = lambda x, stream: None
     torch.compile = lambda function, **options: function  # compiled tests take longer
     mesh: Any = torch.distributed.device_mesh
     mesh.init_device_mesh = _with_cpu(mesh.init_device_mesh)

@@ -18,6 +18,14 @@ Rendezvous = Callable[..., Iterator[Any]]
 # ---- 1. process groups ---------------------------------------------------------------------------
 
 
+def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
+    """Return the name of a group's backend for a device; "" if it has no backends."""
+    try:
+        return group._get_backend(device).name()
+    except RuntimeError:
+        return ""
+
+
 def wrap_env_rendezvous(wrap: Callable[[Rendezvous, Rendezvous], Rendezvous]) -> None:
     """Replace torch's handler of "env://" by wrap(that handler, the handler of "tcp://")."""
     from torch.distributed.rendezvous import _rendezvous_handlers as handlers

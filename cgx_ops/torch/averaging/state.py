@@ -25,7 +25,7 @@ from cgx_ops.torch.averaging.sent import Sent
 from cgx_ops.torch.backend.groups import communicator_of
 from cgx_ops.torch.graph.carried import Carrier
 from cgx_ops.torch.graph.carried_on_cpu import CpuCarrier
-from cgx_ops.torch.graph.carried_on_cuda import CudaCarrier
+from cgx_ops.torch.graph.carried_on_cuda import CudaCarrier, require_gather
 from cgx_ops.torch.graph.work import Residuals as ResidualsOfSegments
 from cgx_ops.torch.graph.work import future_of, reason_of, refuse, start
 
@@ -219,9 +219,14 @@ class AveragingState:
 
         Returns:
             The carrier.
+
+        Raises:
+            InvalidArgument: The group cannot gather CUDA tensors, because it uses gloo.
         """
         group = self.group
         if device.type not in self._carriers:
+            if device.type == "cuda":
+                require_gather(group, device)
             made = CudaCarrier if device.type == "cuda" else CpuCarrier
             self._carriers[device.type] = made(group)
         return self._carriers[device.type]

@@ -7,16 +7,31 @@ import torch
 import torch.distributed as dist
 
 from cgx_ops._core import tables
+from cgx_ops.errors import InvalidArgument
+from cgx_ops.torch._compat import parallel
 from cgx_ops.torch.graph.carried import Carrier
 from cgx_ops.torch.graph.work import Residuals, failed
+
+
+def require_gather(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Require that the group can gather CUDA tensors; gloo would read their memory on the host.
+
+    Raises:
+        InvalidArgument: The group uses gloo.
+    """
+    if parallel.backend_name(group, device) == "gloo":
+        raise InvalidArgument(
+            f"carrier='c10d': process group '{group.group_name}' uses gloo, which cannot gather "
+            "CUDA tensors: pass a group with NCCL, or use carrier='native'"
+        )
 
 
 class CudaCarrier(Carrier):
     """Enqueues allreduces on a separate stream per GPU, which overlaps with the backward pass.
 
     The calling thread enqueues everything, as torch's own hooks do: kernels on the stream, and the
-    group's collectives, which this stream waits for. With NCCL the host does not wait; gloo blocks
-    it. The order of the calls is that of the group's other collectives.
+    group's collectives, which this stream waits for. The order of the calls is that of the group's
+    other collectives.
 
     A rank that fails cannot reach the others: their collectives end with the group's timeout. It
     then sends nothing more on any of its GPUs, because all of them use the same group.
