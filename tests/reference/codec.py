@@ -123,7 +123,7 @@ def encode(
     values: Values, settings: Settings, first_index: int, noise_of: tuple[int, int, int]
 ) -> bytes:
     """Encode values; the first one has index first_index. noise_of: seed, rank, phase."""
-    assert first_index % settings.grain == 0
+    assert first_index % settings.cut == 0
     if settings.exact:
         return _encode_exact(values, settings)
     if settings.compressor == "lossless":

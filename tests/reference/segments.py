@@ -107,9 +107,9 @@ def is_exact(segment: Segment, minimal_size: int) -> bool:
 def shards(segment: Segment, world_size: int, exact: bool) -> list[slice]:
     """Return each rank's part of the segment in sra and ring: split between buckets."""
     settings = segment.settings(FLOAT32, "nearest", skip_incomplete_buckets=False)
-    grain = 1 if exact else settings.grain
-    grains = -(-segment.numel // grain)
-    cuts = [min(p * grains // world_size * grain, segment.numel) for p in range(world_size + 1)]
+    cut = 1 if exact else settings.cut
+    parts = -(-segment.numel // cut)
+    cuts = [min(p * parts // world_size * cut, segment.numel) for p in range(world_size + 1)]
     return [slice(cuts[p], cuts[p + 1]) for p in range(world_size)]
 
 

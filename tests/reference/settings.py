@@ -13,7 +13,7 @@ Compressor = Literal[
     "uniform", "levels", "sign", "onebit", "ternary", "qsgd", "half", "topk", "randk",
     "entropy", "lossless", "mxfp8", "mxfp8_e5m2", "mxfp4", "nvfp4",
 ]  # fmt: skip
-LOSSLESS_BLOCK, ENTROPY_BLOCK = 16384, 65536
+LOSSLESS_BLOCK, ENTROPY_BLOCK, ENTROPY_CUT = 16384, 65536, 4096
 BLOCKS_BUCKET = 512  # values of a bucket of the mx formats
 # Compressors with one rounding; the others support several.
 _ALWAYS: dict[Compressor, RoundingMode] = {
@@ -78,6 +78,11 @@ class Settings:
         if self.compressor == "entropy" and not self.exact:
             return ENTROPY_BLOCK
         return 1 if self.exact or self.compressor == "half" else self.bucket
+
+    @property
+    def cut(self) -> int:
+        """Shards are cut at multiples of this number of elements."""
+        return ENTROPY_CUT if self.grain == ENTROPY_BLOCK else self.grain
 
     def share(self, numel: int) -> int:
         """Return how many of `numel` > 0 values a sparse compressor sends."""

@@ -21,14 +21,14 @@ Layout::Layout(const Plan& plan) {
   has_intra_ = plan.algorithm == CGX_HIERARCHICAL;
   if (!plan.verb->shards()) block_stride_ = plan.block_numel;
   for (const auto& segment : plan.segments) {
-    int64_t grain = 1;
+    int64_t cut = 1;
     for (const CodecSettings& settings : segment.codecs.each)
-      grain = std::max(grain, codec(settings)->grain());
-    const int64_t grains = segment.numel / grain + (segment.numel % grain != 0);
+      cut = std::max(cut, codec(settings)->cut());
+    const int64_t cuts = segment.numel / cut + (segment.numel % cut != 0);
     for (int owner = 0; owner < static_cast<int>(shards_.size()); ++owner) {
-      const auto range = owned_grains(grains, owner, static_cast<int>(shards_.size()));
-      append(&shards_[owner], segment, std::min(segment.numel, range.first * grain),
-             std::min(segment.numel, range.last * grain));
+      const auto range = owned_grains(cuts, owner, static_cast<int>(shards_.size()));
+      append(&shards_[owner], segment, std::min(segment.numel, range.first * cut),
+             std::min(segment.numel, range.last * cut));
     }
   }
   if (!plan.verb->blocks_in || !keeps) return;

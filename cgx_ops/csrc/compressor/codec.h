@@ -3,7 +3,7 @@
 // immutable, so threads may share it.
 //
 // Values that begin at a multiple of grain() are encoded independently, so they can be cut into
-// shards and messages there.
+// messages there. Shards are cut at multiples of cut(), and messages begin with the shard.
 //
 // - Codec: the length depends on the values. encode() returns it, and decode() validates it. A call
 //   encodes at most grain() values, which are a message of their own.
@@ -37,6 +37,7 @@ class Codec {
   virtual ~Codec() = default;
 
   virtual int64_t grain() const = 0;
+  virtual int64_t cut() const { return grain(); }
 
   // The largest size of `numel` encoded values: the sum over their grains.
   virtual int64_t max_bytes(int64_t numel) const = 0;

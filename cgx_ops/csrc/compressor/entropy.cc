@@ -20,7 +20,8 @@ namespace cgx {
 namespace {
 
 constexpr int64_t kGrain = 65536;
-constexpr int64_t kChunk = 2048;         // values that fit the L1 cache
+constexpr int64_t kCut = 4096;    // ranks would own unequal shards of tensors of a few blocks
+constexpr int64_t kChunk = 2048;  // values that fit the L1 cache
 constexpr int64_t kSmallestCoded = 128;  // values
 constexpr int64_t kLeastBytes = 12;
 constexpr int kMostLanes = 16;
@@ -303,6 +304,7 @@ class Entropy final : public Codec {
   explicit Entropy(int64_t rate) : rate_(rate) {}
 
   int64_t grain() const override { return kGrain; }
+  int64_t cut() const override { return kCut; }
 
   int64_t max_bytes(int64_t numel) const override {
     const int64_t rest = numel % kGrain;
