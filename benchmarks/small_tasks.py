@@ -4,19 +4,22 @@ digits      a perceptron on scikit-learn's handwritten digits
 characters  a perceptron that predicts the next character of Python's help texts
             (pydoc_data.topics) from the CONTEXT characters before it
 gpt         a transformer that predicts the next character of the same texts
+code        a transformer of 0.65 million parameters, on Python's standard library
 """
 
 import itertools
 import pydoc_data.topics
+import sysconfig
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from sklearn.datasets import load_digits
 from torch import nn
 
 CONTEXT, EMBEDDING, HIDDEN = 16, 32, 256
-GPT_CONTEXT, WIDTH, HEADS, LAYERS = 32, 64, 4, 2
+HEADS = 4
 RATE = 0.1
 
 Batch = tuple[torch.Tensor, torch.Tensor]  # inputs, labels
@@ -73,9 +76,12 @@ def digits() -> Task:
     )
 
 
-def _texts() -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Return the help texts as character codes for training and for validation, and their count."""
-    text = "\n".join(pydoc_data.topics.topics.values())
+def _topics() -> str:
+    return "\n".join(pydoc_data.topics.topics.values())
+
+
+def _codes(text: str) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Return character codes for training and for validation, and the size of the alphabet."""
     alphabet = {character: index for index, character in enumerate(sorted(set(text)))}
     codes = torch.tensor([alphabet[character] for character in text])
     train, held = codes.tensor_split([len(codes) * 9 // 10])
@@ -83,7 +89,7 @@ def _texts() -> tuple[torch.Tensor, torch.Tensor, int]:
 
 
 def characters() -> Task:
-    train, held, symbols = _texts()
+    train, held, symbols = _codes(_topics())
 
     def windows(source: torch.Tensor, count: int, generator: torch.Generator) -> Batch:
         begins = torch.randint(len(source) - CONTEXT, (count, 1), generator=generator)
@@ -106,17 +112,17 @@ def characters() -> Task:
 
 
 class Transformer(nn.Module):
-    """Returns scores of the next character for each position, (n, symbols, GPT_CONTEXT)."""
+    """Returns scores of the next character for each position, (n, symbols, context)."""
 
-    def __init__(self, symbols: int) -> None:
+    def __init__(self, symbols: int, context: int, width: int, layers: int) -> None:
         super().__init__()
-        self.symbols = nn.Embedding(symbols, WIDTH)
-        self.positions = nn.Parameter(0.02 * torch.randn(GPT_CONTEXT, WIDTH))
+        self.symbols = nn.Embedding(symbols, width)
+        self.positions = nn.Parameter(0.02 * torch.randn(context, width))
         layer = nn.TransformerEncoderLayer(
-            WIDTH, HEADS, 4 * WIDTH, dropout=0, activation="gelu", batch_first=True, norm_first=True
+            width, HEADS, 4 * width, dropout=0, activation="gelu", batch_first=True, norm_first=True
         )
-        self.layers = nn.TransformerEncoder(layer, LAYERS, nn.LayerNorm(WIDTH), False)
-        self.scores = nn.Linear(WIDTH, symbols)
+        self.layers = nn.TransformerEncoder(layer, layers, nn.LayerNorm(width), False)
+        self.scores = nn.Linear(width, symbols)
 
     def forward(self, texts: torch.Tensor) -> torch.Tensor:
         mask = nn.Transformer.generate_square_subsequent_mask(texts.shape[1])
@@ -124,20 +130,33 @@ class Transformer(nn.Module):
         return self.scores(found).transpose(1, 2)
 
 
-def gpt() -> Task:
-    train, held, symbols = _texts()
+def _language(
+    name: str, text: str, *, context: int, width: int, layers: int, batch: int, steps: int
+) -> Task:
+    """Return a task for a transformer: the next character after each one of a text."""
+    train, held, symbols = _codes(text)
 
     def windows(source: torch.Tensor, count: int, generator: torch.Generator) -> Batch:
-        begins = torch.randint(len(source) - GPT_CONTEXT, (count, 1), generator=generator)
-        window = source[begins + torch.arange(GPT_CONTEXT + 1)]
+        begins = torch.randint(len(source) - context, (count, 1), generator=generator)
+        window = source[begins + torch.arange(context + 1)]
         return window[:, :-1], window[:, 1:]
 
     return Task(
-        "gpt",
-        lambda: Transformer(symbols),
+        name,
+        lambda: Transformer(symbols, context, width, layers),
         lambda count, generator: windows(train, count, generator),
         windows(held, 256, torch.Generator().manual_seed(0)),
-        batch=32,
-        steps=200,
+        batch=batch,
+        steps=steps,
         rate=RATE,
     )
+
+
+def gpt() -> Task:
+    return _language("gpt", _topics(), context=32, width=64, layers=2, batch=32, steps=200)
+
+
+def code() -> Task:
+    modules = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))[:120]
+    text = "".join(module.read_text(errors="ignore") for module in modules)[:3_000_000]
+    return _language("code", text, context=96, width=128, layers=3, batch=12, steps=800)

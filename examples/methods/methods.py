@@ -214,6 +214,12 @@ def outer_loop(
 
 TWO_BITS = Config(2, compressor="levels")
 
+
+def entropy(rate: float) -> Config:
+    """Return the settings of entropy coding with a mean of `rate` bits, with error feedback."""
+    return Config(compressor="entropy", rate=rate)
+
+
 METHODS: dict[str, Method] = {
     "gloo": gloo(),
     "gloo, fp16": gloo(default_hooks.fp16_compress_hook),
@@ -224,6 +230,9 @@ METHODS: dict[str, Method] = {
     "4 bits": codec(Config(4)),
     "levels, 2 bits": codec(Config(2, compressor="levels", error_feedback=True)),
     "levels, 1 bit": codec(Config(1, compressor="levels", error_feedback=True)),
+    "entropy, 4 bits": codec(entropy(4)),
+    "entropy, 2 bits": codec(entropy(2)),
+    "entropy, 1 bit": codec(entropy(1)),
     "onebit": codec(Config(compressor="onebit", error_feedback=True)),
     "ternary": codec(Config(compressor="ternary", clip=True)),
     "qsgd, 4 bits": codec(Config(4, compressor="qsgd")),
@@ -237,6 +246,7 @@ METHODS: dict[str, Method] = {
     "DiLoCo": outer_loop(config=Config(32)),
     "DiLoCo, 4 bits": outer_loop(config=Config(4)),
     "DiLoCo, 2 bits": outer_loop(config=TWO_BITS),
+    "DiLoCo, entropy, 2 bits": outer_loop(config=entropy(2)),
     "DiLoCo, 4 bits, 5 late": outer_loop(config=Config(4), fragment_sync_delay=5),
     "SparseLoCo": outer_loop(sparse_loco),
 }
