@@ -127,6 +127,15 @@ PARTS: dict[str, tuple[Run, ...]] = {
             rate="100mbit",
         ),
         allreduce("unshaped-2", "--budget 6 --sizes 64KiB 1MiB 16MiB 64MiB", hosts=2),
+        Run(
+            "variable_lengths",
+            (
+                *("benchmarks/variable_lengths.py", "--link-rate", "100mbit"),
+                *("--size", "4MiB", "--budget", "15"),
+            ),
+            hosts=2,
+            rate="100mbit",
+        ),
     ),
     "transports": (
         transports("1gbit-2", 2, "1gbit"),
