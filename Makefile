@@ -145,9 +145,9 @@ neon: $(BUILT)
 	$(BIN)/python -m pytest tests/cpp/test_neon.py
 
 # With a GPU: build, then the CUDA tests, then the benchmarks, which write the tables of
-# docs/explanation/gpu_speed.md. They use the packages of PYTHON, not .venv, and no network. gpu-test and
-# gpu-bench build nothing: on another machine, copy cgx_ops/*.so, cgx_ops/_build.json and the
-# programs build/cmake/cuda_*_test.
+# docs/explanation/gpu_speed.md. They use the packages of PYTHON, not .venv, and no network.
+# gpu-test and gpu-bench build nothing: on another machine, copy cgx_ops/*.so, cgx_ops/_build.json
+# and the programs build/cmake/cuda_*_test.
 GPU_PARTS ?= 6
 GPU_PART_NUMBERS := $(shell seq $(GPU_PARTS))
 GPU_PYTEST = $(PYTHON) -m pytest tests/cuda --durations=8

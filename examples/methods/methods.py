@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from cgx_ops import Config
+from cgx_ops.config import Rounding
 from cgx_ops.torch import ddp, optim
 from cgx_ops.torch.diloco import DiLoCo, sparse_loco
 
@@ -215,9 +216,9 @@ def outer_loop(
 TWO_BITS = Config(2, compressor="levels")
 
 
-def entropy(rate: float) -> Config:
-    """Return the settings of entropy coding with a mean of `rate` bits, with error feedback."""
-    return Config(compressor="entropy", rate=rate)
+def entropy(rate: float, rounding: Rounding = "nearest") -> Config:
+    """Return the settings of entropy coding with a mean of `rate` bits."""
+    return Config(compressor="entropy", rate=rate, rounding=rounding)
 
 
 METHODS: dict[str, Method] = {
@@ -232,6 +233,7 @@ METHODS: dict[str, Method] = {
     "levels, 1 bit": codec(Config(1, compressor="levels", error_feedback=True)),
     "entropy, 4 bits": codec(entropy(4)),
     "entropy, 2 bits": codec(entropy(2)),
+    "entropy, 2 bits, shift": codec(entropy(2, "shift")),
     "entropy, 1 bit": codec(entropy(1)),
     "onebit": codec(Config(compressor="onebit", error_feedback=True)),
     "ternary": codec(Config(compressor="ternary", clip=True)),

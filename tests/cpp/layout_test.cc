@@ -91,6 +91,34 @@ void test_layouts() {
   }
 }
 
+// Shards are cut at multiples of Codec::cut(), and messages of at most a grain begin with the
+// shard.
+void test_codec_without_fixed_length() {
+  constexpr int64_t kCut = 4096, kGrain = 65536;
+  for (const int64_t numel : {kGrain, 423680L, 3 * kGrain + 17}) {
+    for (const int size : {2, 3, 4, 8}) {
+      const std::vector<cgx_segment_t> segments{{0, numel, 512, 4, 0, nullptr}};
+      cgx_collective_t call = call_of(CGX_ALLREDUCE, CGX_SRA, segments, 0);
+      call.config.compressor = CGX_ENTROPY;
+      const Layout layout(make_plan(call, 0, size));
+      int64_t next = 0, shortest = numel, longest = 0;
+      for (int owner = 0; owner < size; ++owner) {
+        const Shard& shard = layout.shard(owner);
+        const int64_t first = next;
+        CHECK(first % kCut == 0 && shard.chunks.size() == shard.pieces.size(), "owner %d", owner);
+        for (const Piece& piece : shard.pieces) {
+          CHECK(piece.first_index == next && piece.numel > 0 && piece.numel <= kGrain, "a piece");
+          next += piece.numel;
+          CHECK(piece.numel == kGrain || &piece == &shard.pieces.back(), "a short piece");
+        }
+        shortest = std::min(shortest, next - first);
+        longest = std::max(longest, next - first);
+      }
+      CHECK(next == numel && longest - shortest < 2 * kCut, "%d shards", size);
+    }
+  }
+}
+
 void test_ring() {
   for (const int size : {2, 3, 4, 8, 11}) {
     for (int rank = 0; rank < size; ++rank) {
@@ -123,6 +151,7 @@ void test_shards_of_huge_tensors() {
 
 int main() {
   test_layouts();
+  test_codec_without_fixed_length();
   test_ring();
   test_shards_of_huge_tensors();
   std::puts("passed");

@@ -82,7 +82,8 @@ class Settings:
     @property
     def cut(self) -> int:
         """Shards are cut at multiples of this number of elements."""
-        return ENTROPY_CUT if self.grain == ENTROPY_BLOCK else self.grain
+        entropy = self.compressor == "entropy" and not self.exact
+        return ENTROPY_CUT if entropy else self.grain
 
     def share(self, numel: int) -> int:
         """Return how many of `numel` > 0 values a sparse compressor sends."""

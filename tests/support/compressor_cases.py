@@ -102,7 +102,7 @@ def settings_of(row: dict[str, Any], bucket_size: int, **more: Any) -> Config:
 def grain_of(row: dict[str, Any], bucket_size: int) -> int:
     """Return a number of elements whose multiples are valid first indices."""
     name = row.get("compressor", "")
-    grains = {"lossless": 16384, "entropy": 65536, **dict.fromkeys(BLOCK_FORMATS[:3], 512)}
+    grains = {"lossless": 16384, "entropy": 4096, **dict.fromkeys(BLOCK_FORMATS[:3], 512)}
     return grains.get(name, bucket_size)
 
 

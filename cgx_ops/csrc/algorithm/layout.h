@@ -1,7 +1,8 @@
 // Divides a plan's values into shards (one per owner), chunks (one per message) and pieces (the
-// part of a segment in a chunk). Cuts are between grains (buckets), so each piece can be encoded
-// independently. Every rank computes the same layout. If a codec has no fixed length, each of its
-// grains is one piece and one chunk.
+// part of a segment in a chunk). Shards are cut at multiples of Codec::cut(), and pieces at
+// multiples of grain() from the shard's first value on, so each piece can be encoded independently.
+// If a codec has no fixed length, each piece has at most a grain and is a chunk. Every rank
+// computes the same layout.
 #pragma once
 
 #include <memory>

@@ -1,4 +1,5 @@
-// Index arithmetic: which rank owns which grains, and which shard a ring step handles.
+// Index arithmetic: which rank owns which grains (units of Codec::cut()), and which shard a ring
+// step handles.
 #pragma once
 
 #include <cstdint>

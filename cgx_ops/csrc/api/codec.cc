@@ -44,11 +44,11 @@ Call make_call(const cgx_codec_t* codec, int64_t numel) {
   settings.seed = static_cast<uint64_t>(codec->seed);
   auto made = make_codec(settings);
   if (!made->fixed_length()) made = make_framed(std::move(made));
-  const int64_t grain = made->grain();
+  const int64_t cut = made->cut();
   require(codec->first_index >= 0 && codec->first_index <= INT64_MAX - numel &&
-              codec->first_index % grain == 0,
+              codec->first_index % cut == 0,
           CGX_INVALID_ARGUMENT, "first_index is ", codec->first_index, "; accepted: a multiple of ",
-          grain);
+          cut);
   const Rounding rounding{rounding_of(config), static_cast<uint64_t>(codec->seed),
                           static_cast<uint32_t>(codec->rank), static_cast<uint32_t>(codec->phase)};
   return {std::move(made), {settings, rounding, numel, codec->first_index}};

@@ -2,8 +2,8 @@
 // algorithms (algorithm/) send its bytes. An object has the settings of one segment and is
 // immutable, so threads may share it.
 //
-// Values that begin at a multiple of grain() are encoded independently, so they can be cut into
-// messages there. Shards are cut at multiples of cut(), and messages begin with the shard.
+// Values that begin at a multiple of cut() are encoded independently of earlier ones, so shards are
+// cut there. From the shard's first value on, they can be cut into messages every grain() values.
 //
 // - Codec: the length depends on the values. encode() returns it, and decode() validates it. A call
 //   encodes at most grain() values, which are a message of their own.

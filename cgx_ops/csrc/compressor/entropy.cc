@@ -20,8 +20,8 @@ namespace cgx {
 namespace {
 
 constexpr int64_t kGrain = 65536;
-constexpr int64_t kCut = 4096;    // ranks would own unequal shards of tensors of a few blocks
-constexpr int64_t kChunk = 2048;  // values that fit the L1 cache
+constexpr int64_t kCut = 4096;           // kGrain would make the shards of small tensors unequal
+constexpr int64_t kChunk = 2048;         // values that fit the L1 cache
 constexpr int64_t kSmallestCoded = 128;  // values
 constexpr int64_t kLeastBytes = 12;
 constexpr int kMostLanes = 16;

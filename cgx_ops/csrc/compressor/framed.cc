@@ -16,6 +16,7 @@ class Framed final : public Codec {
   explicit Framed(std::unique_ptr<Codec> inner) : inner_(std::move(inner)) {}
 
   int64_t grain() const override { return inner_->grain(); }
+  int64_t cut() const override { return inner_->cut(); }
   int64_t max_bytes(int64_t numel) const override {
     const int64_t grains = numel / grain() + (numel % grain() != 0);
     return inner_->max_bytes(numel) + grains * kLengthBytes;

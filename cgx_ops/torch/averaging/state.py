@@ -221,11 +221,11 @@ class AveragingState:
             The carrier.
 
         Raises:
-            InvalidArgument: The group cannot gather CUDA tensors, because it uses gloo.
+            InvalidArgument: Several ranks cannot gather CUDA tensors, because the group uses gloo.
         """
         group = self.group
         if device.type not in self._carriers:
-            if device.type == "cuda":
+            if device.type == "cuda" and group.size() > 1:
                 require_gather(group, device)
             made = CudaCarrier if device.type == "cuda" else CpuCarrier
             self._carriers[device.type] = made(group)

@@ -51,7 +51,7 @@ class QuantizedAllreduceState(HookState):
             `cgx_ops.torch.exclude_layer` and similar functions set.
         carrier: "native" sends by cgx_ops' own transports, over a group of any backend. "c10d"
             sends by torch's collectives: CPU tensors by gloo, CUDA tensors by the process group,
-            for example NCCL. With the same algorithm, both give the same bits.
+            for example NCCL, not gloo. With the same algorithm, both give the same bits.
         seed: seed of random rounding, 0 or more. Each layer's noise depends on it, on the step, and
             on the names of layer and group.
         unsupported: what to do with gradients that cgx_ops cannot average: float64, complex,

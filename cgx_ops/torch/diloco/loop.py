@@ -89,7 +89,7 @@ class DiLoCo:
         process_group: the ranks that average. None: the default group.
         carrier: "native" sends by cgx_ops' own transports, over a group of any backend. "c10d"
             sends by torch's collectives: CPU tensors by gloo, CUDA tensors by the process group,
-            for example NCCL. With the same algorithm, both give the same bits.
+            for example NCCL, not gloo. With the same algorithm, both give the same bits.
         backup_device: device of the outer parameters and the outer optimizer's state. None: that of
             the parameters. "cpu" saves GPU memory.
         pin_memory: whether outer parameters on the CPU use pinned memory if the model is on a GPU.

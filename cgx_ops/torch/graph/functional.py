@@ -94,7 +94,7 @@ def all_reduce(
             dtype as `x`; start with zeros.
         name: identifies the call across ranks. Needed only if several threads start collectives.
         carrier: "native" sends by cgx_ops' own transports. "c10d" sends by the collectives of
-            the process group, for example gloo or NCCL.
+            the process group: gloo for CPU tensors, NCCL for CUDA tensors.
 
     Returns:
         A new tensor with the shape and dtype of `x`. With a residual, a tuple of this tensor and

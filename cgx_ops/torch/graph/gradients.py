@@ -54,7 +54,7 @@ def compress_grads(
             name. None: all ranks.
         name: identifies the call across ranks. Needed only if several threads start collectives.
         carrier: "native" sends by cgx_ops' own transports. "c10d" sends by the collectives of
-            the process group, for example gloo or NCCL.
+            the process group: gloo for CPU tensors, NCCL for CUDA tensors.
 
     Returns:
         Tensors with the values of `params`, in the same kind of container.

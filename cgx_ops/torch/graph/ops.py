@@ -53,8 +53,8 @@ number of ranks. Both support only carrier="native", and residuals only on the C
 
 **Carrier.** `carrier="c10d"` sends by torch's own collectives, all_to_all_single and
 all_gather_into_tensor of uint8, with the same bits in the result. `group_name` is then any group of
-torch.distributed ("" is the default one) that supports the tensor's device, such as gloo or NCCL,
-under any launcher, without MPI. The compressors "randk", "entropy" and "lossless" need CPU
+torch.distributed ("" is the default one), under any launcher, without MPI: with gloo for CPU
+tensors, with NCCL for CUDA tensors. The compressors "randk", "entropy" and "lossless" need CPU
 tensors. Compiled graphs are specialized to sizes. Unlike with native calls, different arguments on
 different ranks are not detected: results differ, gloo ends the process, or NCCL waits until its
 timeout.

@@ -80,6 +80,8 @@ class Choice:
             return "tensors on several devices in one call"
         for device in {place.type for place in places} - set(devices()):
             return f"tensors on {device}, which this build of cgx_ops does not support"
+        if values[0].is_cuda and graphs.gloo_sends_cuda(group) and not has_communicator(group):
+            return f"tensors on {places.pop()}, which gloo cannot gather"
         numels = [value.numel() for value in values]
         if not all(isinstance(numel, int) for numel in numels):
             return "a dynamic size; compile with dynamic=False"

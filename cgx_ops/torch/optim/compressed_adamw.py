@@ -76,7 +76,7 @@ class CompressedAdamW(ExchangingOptimizer):
             they make exact are exact in variance steps, too.
         carrier: "native" sends by cgx_ops' own transports, over a group of any backend. "c10d"
             sends by torch's collectives: CPU tensors by gloo, CUDA tensors by the process group,
-            for example NCCL. With the same algorithm, both give the same bits.
+            for example NCCL, not gloo. With the same algorithm, both give the same bits.
         seed: seed of random rounding, 0 or more.
         **keywords: `bits`, `bucket_size`, `compressor` or `rounding`; each overrides that field of
             `config`.

@@ -38,7 +38,7 @@ class Signum(ExchangingOptimizer):
         config: settings of the votes, with compressor "sign". None: `Config(compressor="sign")`.
         carrier: "native" sends by cgx_ops' own transports, over a group of any backend. "c10d"
             sends by torch's collectives: CPU tensors by gloo, CUDA tensors by the process group,
-            for example NCCL. With the same algorithm, both give the same bits.
+            for example NCCL, not gloo. With the same algorithm, both give the same bits.
 
     Attributes:
         exchange: settings of the messages, and step count.

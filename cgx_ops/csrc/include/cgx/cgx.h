@@ -624,7 +624,7 @@ typedef struct cgx_codec_t {
   size_t struct_size;
   cgx_config_t config; /**< algorithm, gather_bits, intra_bits and minimal_size are ignored. */
   int64_t seed;        /**< The key of the noise's Philox generator, used as given. */
-  int64_t first_index; /**< Index of the first element in its segment, between two buckets.
+  int64_t first_index; /**< Index of the first element in its segment, where shards may begin.
                           The noise of element i has the counter (first_index + i, rank, phase). */
   int32_t dtype;       /**< A cgx_dtype_t. */
   int32_t rank;        /**< >= 0. */

@@ -44,7 +44,7 @@ class DeepGradientState(HookState):
             rules of the process, which `cgx_ops.torch.exclude_layer` and similar functions set.
         carrier: "native" sends by cgx_ops' own transports, over a group of any backend. "c10d"
             sends by torch's collectives: CPU tensors by gloo, CUDA tensors by the process group,
-            for example NCCL. With the same algorithm, both give the same bits.
+            for example NCCL, not gloo. With the same algorithm, both give the same bits.
         **keywords: `bits`, `bucket_size`, `compressor` or `rounding`; each overrides that field of
             `config`.
 
