@@ -311,3 +311,22 @@ def test_rewritten_tensors(
         assert choice.refusal([fake(600)], "sum", group) == (None if built else words)
     several = [fake(600), fake(600, device="cuda:1")]
     assert choice.refusal(several, "sum", comm.name) == "tensors on several devices in one call"
+
+
+def test_all_reduces_over_gloo_are_not_rewritten(
+    fake: Callable[..., torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    choice = rewrite.Choice(None, (torch.float32,), 1)
+    store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+    dist.init_process_group("gloo", rank=0, world_size=1, store=store)
+    try:
+        group: Any = dist.group.WORLD
+        on_gpu, on_cpu = [fake(5000)], [fake(5000, device="cpu")]
+        assert choice.refusal(on_gpu, "sum", group.group_name) is None  # nothing is gathered
+        monkeypatch.setattr(type(group), "size", lambda _: 2)
+        refusal = choice.refusal(on_gpu, "sum", group.group_name)
+        assert refusal == "tensors on cuda:0, which gloo cannot gather"
+        assert choice.refusal(on_cpu, "sum", group.group_name) is None
+    finally:
+        monkeypatch.undo()
+        dist.destroy_process_group()

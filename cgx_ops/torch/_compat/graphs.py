@@ -22,8 +22,6 @@ from torch.fx.node import has_side_effect
 from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map
 
-from cgx_ops.torch._compat.parallel import backend_name
-
 TORCH_VERSION: str = torch.__version__
 
 _Arguments = ParamSpec("_Arguments")
@@ -189,14 +187,6 @@ def groups() -> list[tuple[str, tuple[int, int]]]:
         return []
     known = dist.distributed_c10d._world.pg_names.items()
     return sorted((str(name), (group.rank(), group.size())) for group, name in known)
-
-
-def gloo_sends_cuda(name: str) -> bool:
-    """Return whether gloo is the backend of a process group for CUDA tensors."""
-    for group, known in dist.distributed_c10d._world.pg_names.items():
-        if str(known) == name:
-            return backend_name(group, torch.device("cuda")) == "gloo"
-    return False
 
 
 def not_compiled(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:

@@ -25,7 +25,7 @@ from cgx_ops.torch.averaging.sent import Sent
 from cgx_ops.torch.backend.groups import communicator_of
 from cgx_ops.torch.graph.carried import Carrier
 from cgx_ops.torch.graph.carried_on_cpu import CpuCarrier
-from cgx_ops.torch.graph.carried_on_cuda import CudaCarrier, require_gather
+from cgx_ops.torch.graph.carried_on_cuda import CudaCarrier, can_gather
 from cgx_ops.torch.graph.work import Residuals as ResidualsOfSegments
 from cgx_ops.torch.graph.work import future_of, reason_of, refuse, start
 
@@ -225,8 +225,11 @@ class AveragingState:
         """
         group = self.group
         if device.type not in self._carriers:
-            if device.type == "cuda" and group.size() > 1:
-                require_gather(group, device)
+            if device.type == "cuda" and not can_gather(group):
+                raise InvalidArgument(
+                    f"carrier='c10d': process group '{group.group_name}' uses gloo, which cannot "
+                    "gather CUDA tensors: pass a group with NCCL, or use carrier='native'"
+                )
             made = CudaCarrier if device.type == "cuda" else CpuCarrier
             self._carriers[device.type] = made(group)
         return self._carriers[device.type]

@@ -7,23 +7,14 @@ import torch
 import torch.distributed as dist
 
 from cgx_ops._core import tables
-from cgx_ops.errors import InvalidArgument
 from cgx_ops.torch._compat import parallel
 from cgx_ops.torch.graph.carried import Carrier
 from cgx_ops.torch.graph.work import Residuals, failed
 
 
-def require_gather(group: dist.ProcessGroup, device: torch.device) -> None:
-    """Require that the group can gather CUDA tensors; gloo would read their memory on the host.
-
-    Raises:
-        InvalidArgument: The group uses gloo.
-    """
-    if parallel.backend_name(group, device) == "gloo":
-        raise InvalidArgument(
-            f"carrier='c10d': process group '{group.group_name}' uses gloo, which cannot gather "
-            "CUDA tensors: pass a group with NCCL, or use carrier='native'"
-        )
+def can_gather(group: dist.ProcessGroup) -> bool:
+    """Return whether a group can gather CUDA tensors; gloo would read their memory on the host."""
+    return group.size() == 1 or parallel.backend_name(group, torch.device("cuda")) != "gloo"
 
 
 class CudaCarrier(Carrier):

@@ -26,8 +26,9 @@ import torch.fx
 from cgx_ops import Communicator, Config
 from cgx_ops.errors import InvalidArgument, NotFound
 from cgx_ops.planner import Plan
-from cgx_ops.torch._compat import graphs
+from cgx_ops.torch._compat import graphs, parallel
 from cgx_ops.torch.graph import inductor, rewrite_groups
+from cgx_ops.torch.graph.carried_on_cuda import can_gather
 from cgx_ops.torch.graph.rewrite_groups import AllReduce, joined
 from cgx_ops.torch.graph.work import devices
 
@@ -80,7 +81,8 @@ class Choice:
             return "tensors on several devices in one call"
         for device in {place.type for place in places} - set(devices()):
             return f"tensors on {device}, which this build of cgx_ops does not support"
-        if values[0].is_cuda and graphs.gloo_sends_cuda(group) and not has_communicator(group):
+        carrier = None if has_communicator(group) else parallel.group_by_name(group)
+        if values[0].is_cuda and carrier is not None and not can_gather(carrier):
             return f"tensors on {places.pop()}, which gloo cannot gather"
         numels = [value.numel() for value in values]
         if not all(isinstance(numel, int) for numel in numels):
