@@ -13,7 +13,6 @@ import contextlib
 import os
 import shlex
 import sys
-import textwrap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,7 +22,7 @@ import gpu_mps
 import gpu_present
 from suite import ROOT, Run, run
 
-from cgx_ops._core.table import Table
+from cgx_ops._core.table import Table, paragraph
 from cgx_ops.bench.report import Report
 
 DOCUMENT = ROOT / "docs/explanation/gpu_speed.md"
@@ -176,7 +175,7 @@ def text_of(reports: Reports) -> str:
     versions = ", ".join(f"{name} {number}" for name, number in newest.machine["versions"].items())
     where = "{cpu}, {cores} cores; {platform}".format(**newest.machine)
     made = f"{newest.machine['date']}. {gpu}. {where}. {newest.machine['mpi']}, {versions}."
-    parts = [textwrap.fill(made, 100, break_on_hyphens=False)]
+    parts = [paragraph(made)]
     parts.append(f"Processes ran {'under' if mps else 'without'} NVIDIA's MPS.")
     parts.append(targets_table(reports).markdown())
     for report in reports.values():

@@ -31,6 +31,11 @@ def console(least_width: int = 0) -> Console:
     return found
 
 
+def paragraph(text: str) -> str:
+    """Return text in lines of at most 100 columns, for generated pages."""
+    return textwrap.fill(text, 100, break_on_hyphens=False)
+
+
 @dataclass(frozen=True)
 class Table:
     """Cells of text.
@@ -64,7 +69,7 @@ class Table:
         text = io.StringIO()
         Console(file=text, width=1000, markup=False).print(self._rich(box.MARKDOWN, None))
         rows = (line.strip() for line in text.getvalue().splitlines())
-        notes = (textwrap.fill(note, 100, break_on_hyphens=False) for note in self.notes)
+        notes = map(paragraph, self.notes)
         return "\n\n".join([f"### {self.title}", "\n".join(filter(None, rows)), *notes])
 
     def _rich(self, style: box.Box, title: str | None) -> RichTable:
