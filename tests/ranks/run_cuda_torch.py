@@ -24,6 +24,7 @@ import checks
 import pytest
 import torch
 import torch.distributed
+from cuda_methods import methods
 from support import through_host
 from support import torch_cases as tc
 from support.cuda_cases import (
@@ -44,11 +45,9 @@ from torch.library import opcheck
 from torch.nn.parallel import DistributedDataParallel
 
 from cgx_ops import Config, InvalidArgument
-from cgx_ops.torch import BackendOptions, compressed, ddp, fsdp, optim
-from cgx_ops.torch.averaging import QuantizedModelAverager
+from cgx_ops.torch import BackendOptions, compressed, ddp, fsdp
 from cgx_ops.torch.averaging.exchange import Exchange
 from cgx_ops.torch.backend import process_group
-from cgx_ops.torch.diloco import DiLoCo
 
 dist: Any = torch.distributed  # its annotations refer to torch internals
 NEAREST = Config(bits=4, bucket_size=64, rounding="nearest", error_feedback=False)
@@ -442,100 +441,32 @@ def sharded(r: int, n: int) -> None:
         same(got, want, i)
 
 
-# ---- Methods of training -------------------------------------------------------------------------
-
-LEVELS = Config(bits=2, compressor="levels", error_feedback=True)
-RATE = 1.0  # of SGD; the loss is a mean over many values
-Step = Callable[[], None]
+# ---- Residuals of the hook -----------------------------------------------------------------------
 
 
-def feedback(r: int, n: int) -> None:
-    """Compare gradients and residuals of the hook with those on the CPU."""
+def hook_equals_the_cpus(r: int, config: Config, **options: Any) -> None:
+    """Compare gradients and residuals of the DDP hook with those on the CPU."""
     found: dict[str, list[torch.Tensor]] = {}
     for device in ("cpu", "cuda"):
         module = Scale().to(device)
         model = DistributedDataParallel(module, init_sync=False)
-        state = ddp.QuantizedAllreduceState(config=LEVELS)
+        state = ddp.QuantizedAllreduceState(config=config, **options)
         model.register_comm_hook(state, ddp.quantized_allreduce_hook)
         found[device] = []
         for call in range(4):
             model.zero_grad()
             train(model, r, device, call)
-            found[device] += [p.grad.clone() for p in module.parameters() if p.grad is not None]
+            for parameter in (module.matrix, module.vector):
+                assert parameter.grad is not None
+                found[device].append(parameter.grad.clone())
         kept = state.residuals.tensors
         found[device] += [kept[name] for name in sorted(kept)]
     for i, (got, want) in enumerate(zip(found["cuda"], found["cpu"], strict=True)):
-        same(got, want, i)
+        same(got, want, (config, i))
 
 
-def hooked(model: nn.Module, state: Any, hook: Any) -> tuple[nn.Module, Step]:
-    wrapped = DistributedDataParallel(model, init_sync=False)
-    wrapped.register_comm_hook(state, hook)
-    return wrapped, torch.optim.SGD(wrapped.parameters(), RATE).step
-
-
-def power_sgd(model: nn.Module) -> tuple[nn.Module, Step]:
-    state = ddp.PowerSGDState(matrix_approximation_rank=2, start_powerSGD_iter=2)
-    return hooked(model, state, ddp.power_sgd_hook)
-
-
-def deep_gradient(model: nn.Module) -> tuple[nn.Module, Step]:
-    return hooked(model, ddp.DeepGradientState(density=0.1), ddp.deep_gradient_hook)
-
-
-def adam(model: nn.Module) -> tuple[nn.Module, Step]:
-    config = Config(bits=8)
-    optimizer = optim.CompressedAdamW(
-        model.parameters(), 0.01, config=LEVELS, warmup_config=config, warmup_steps=4
-    )
-    return model, optimizer.step
-
-
-def signum(model: nn.Module) -> tuple[nn.Module, Step]:
-    return model, optim.Signum(model.parameters(), 0.002).step
-
-
-def averager(model: nn.Module) -> tuple[nn.Module, Step]:
-    optimizer = torch.optim.SGD(model.parameters(), RATE)
-    average = QuantizedModelAverager(period=4, config=LEVELS)
-
-    def step() -> None:
-        optimizer.step()
-        average.average_parameters(model.parameters())
-
-    return model, step
-
-
-def diloco(model: nn.Module) -> tuple[nn.Module, Step]:
-    optimizer = torch.optim.SGD(model.parameters(), RATE)
-    loop = DiLoCo(model, sync_every=7, config=LEVELS)
-
-    def step() -> None:
-        optimizer.step()
-        loop.step()
-
-    return model, step
-
-
-def methods(r: int, n: int) -> None:
-    """Check that each method trains, and that all ranks have equal weights at the end."""
-    for method in (power_sgd, deep_gradient, adam, signum, averager, diloco):
-        torch.manual_seed(0)
-        layers = nn.Sequential(nn.Linear(48, 64), nn.Tanh(), nn.Linear(64, 48)).cuda()
-        model, step = method(layers)
-        x = tc.values(r, 32 * 48).reshape(32, 48).cuda()
-        losses = []
-        for _ in range(21):  # averager and diloco average at the end
-            model.zero_grad()
-            loss = (model(x) - x).square().mean()
-            loss.backward()
-            step()
-            losses.append(loss.item())
-        assert losses[-1] < losses[0], (method.__name__, losses)
-        mine = torch.cat([p.detach().flatten() for p in layers.parameters()]).cpu()
-        everyones = [torch.empty_like(mine) for _ in range(n)]
-        dist.all_gather(everyones, mine)
-        assert all(tc.same_bits(mine, other) for other in everyones), method.__name__
+def feedback(r: int, n: int) -> None:
+    hook_equals_the_cpus(r, Config(bits=2, compressor="levels", error_feedback=True))
 
 
 # ---- carrier="c10d" ------------------------------------------------------------------------------
@@ -609,27 +540,10 @@ def carried_on_streams(r: int, n: int) -> None:
 
 
 def carried_hook(r: int, n: int) -> None:
-    """Compare gradients and residuals of the DDP hook with those on the CPU."""
     # With the stand-in for a GPU both are results of CpuCarrier, because tensors stay on the CPU.
     # torch_ddp/carried_on_cuda.py tests CudaCarrier without a GPU.
     for config in (NEAREST, Config(bits=2, compressor="levels"), Config(bits=4)):
-        found: dict[str, list[torch.Tensor]] = {}
-        for device in ("cpu", "cuda"):
-            module = Scale().to(device)
-            model = DistributedDataParallel(module, init_sync=False)
-            state = ddp.QuantizedAllreduceState(None, config, carrier="c10d")
-            model.register_comm_hook(state, ddp.quantized_allreduce_hook)
-            found[device] = []
-            for call in range(3):
-                model.zero_grad()
-                train(model, r, device, call)
-                for parameter in (module.matrix, module.vector):
-                    assert parameter.grad is not None
-                    found[device].append(parameter.grad.clone())
-            kept = state.residuals.tensors
-            found[device] += [kept[name] for name in sorted(kept)]
-        for i, (got, want) in enumerate(zip(found["cuda"], found["cpu"], strict=True)):
-            same(got, want, (config, i))
+        hook_equals_the_cpus(r, config, carrier="c10d")
 
 
 def carried_and_compiled(r: int, n: int) -> None:

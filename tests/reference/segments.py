@@ -105,7 +105,7 @@ def is_exact(segment: Segment, minimal_size: int) -> bool:
 
 
 def shards(segment: Segment, world_size: int, exact: bool) -> list[slice]:
-    """Return each rank's part of the segment in sra and ring: split between buckets."""
+    """Return each rank's part of the segment in sra and ring: split at multiples of its cut."""
     settings = segment.settings(FLOAT32, "nearest", skip_incomplete_buckets=False)
     cut = 1 if exact else settings.cut
     parts = -(-segment.numel // cut)
