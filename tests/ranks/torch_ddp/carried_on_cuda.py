@@ -157,7 +157,9 @@ def invalid_calls() -> None:
 def one_carrier() -> None:
     """All GPUs have one carrier, so that a failure on one ends the messages of all."""
     # gloo is refused for CUDA tensors, but not in a group of one rank.
-    group = [dist.new_group([rank], backend="gloo") for rank in range(dist.get_world_size())][RANK]
+    groups = [dist.new_group([rank], backend="gloo") for rank in range(dist.get_world_size())]
+    group = groups[RANK]
+    assert isinstance(group, dist.ProcessGroup)
     state = ddp.QuantizedAllreduceState(group, carrier="c10d")
     first, second = (state.carry(torch.device("cuda", index)) for index in range(2))
     assert first is second and first is not state.carry(CPU)
