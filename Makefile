@@ -120,7 +120,7 @@ sanitize: $(SANITIZED)
 $(SANITIZED): build/sanitize-%: .venv/.ready
 	$(BIN)/cmake -S cgx_ops/csrc -B $@ -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja) \
 	  -DCGX_MPI_ROOT=$(abspath .venv) -DCGX_BUILD_TESTS=ON -DCGX_SANITIZE=$*
-	$(NINJA) -C $@
+	MAKEFLAGS= $(BIN)/ninja -C $@
 	$(BIN)/ctest --test-dir $@ --parallel 2 --output-on-failure --no-tests=error
 
 # The targets of tests/fuzz with libFuzzer, RUNS inputs each, under AddressSanitizer and
@@ -134,7 +134,7 @@ fuzz: .venv/.ready
 	$(BIN)/cmake -S cgx_ops/csrc -B build/fuzz -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja) \
 	  -DCGX_MPI_ROOT=$(abspath .venv) -DCMAKE_CXX_COMPILER=$(CLANG) -DCGX_FUZZ=ON \
 	  -DCGX_SANITIZE=fuzzer-no-link,address,undefined
-	$(NINJA) -C build/fuzz $(FUZZ_TARGETS:%=fuzz_%)
+	MAKEFLAGS= $(BIN)/ninja -C build/fuzz $(FUZZ_TARGETS:%=fuzz_%)
 	set -e; for target in $(FUZZ_TARGETS); do mkdir -p build/fuzz/corpus/$$target; \
 	  build/fuzz/fuzz_$$target -runs=$(RUNS) -max_len=512 -artifact_prefix=build/fuzz/$$target- \
 	    build/fuzz/corpus/$$target tests/fuzz/corpus/$$target; done
@@ -210,11 +210,12 @@ install-frameworks:
 	$(BIN)/python -c "$$PRINT_REQUIREMENTS" build demo dev > .venv/demo-requirements.txt
 	$(PIP) install -r .venv/demo-requirements.txt
 
-# Like setup.py, which then finds the core up to date.
+# Like setup.py, which then finds the core up to date. With make's MAKEFLAGS, ninja reports that it
+# found no job server.
 compile-core:
 	$(BIN)/cmake -S cgx_ops/csrc -B build/cmake -G Ninja \
 	  -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja) -DCGX_MPI_ROOT=$(abspath .venv)
-	$(NINJA) -C build/cmake $(if $(MAX_JOBS),-j $(MAX_JOBS)) libcgx.so libcgx_mpi.so
+	MAKEFLAGS= $(BIN)/ninja -C build/cmake $(if $(MAX_JOBS),-j $(MAX_JOBS)) libcgx.so libcgx_mpi.so
 
 .venv/.ready-for-tests: .venv/.ready
 	$(BIN)/python -c "$$PRINT_REQUIREMENTS" > .venv/requirements.txt
