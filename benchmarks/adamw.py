@@ -49,8 +49,9 @@ TASKS = {"gpt": gpt, "digits": digits, "characters": characters, "code": code}
 BY_DEFAULT = ("gpt", "digits", "characters")  # code takes a minute and a half for each training
 BETAS, EPS, DECAY = (0.9, 0.95), 1e-8, 0.01
 RISING = 0.05  # of the steps: the rate's linear warm-up, before a cosine to 0
-FROZEN_AFTER = 0.2  # of the steps: 1-bit Adam's warm-up
+FROZEN_AFTER = 0.2  # of the steps: the warm-up of 1-bit Adam, and a long one of CompressedAdamW
 LOW_RANK = 4  # PowerSGD's
+EIGHT_BITS = Config(8, error_feedback=False)
 
 
 @dataclass(frozen=True)
@@ -61,13 +62,16 @@ class Method:
         config: the codec.
         sends: gradients; 1-bit Adam's momentum; CompressedAdamW's updates; or PowerSGD's factors of
             gradients.
-        warmup, refreshes: CompressedAdamW's warm-up, and variance steps at each interval.
+        warmup: CompressedAdamW's, by the steps of the training.
+        refreshes: CompressedAdamW's variance steps at each interval.
+        gradients: the codec of CompressedAdamW's gradients.
     """
 
     config: Config
     sends: Literal["gradients", "momentum", "updates", "factors"] = "gradients"
-    warmup: int = 0
-    refreshes: int = 0
+    warmup: Callable[[int], int] = lambda steps: 8
+    refreshes: int = 4
+    gradients: Config = EIGHT_BITS
 
 
 def levels(bits: int, feedback: bool) -> Config:
@@ -94,7 +98,14 @@ METHODS: dict[str, Method] = {
     f"PowerSGD rank {LOW_RANK}": Method(Config(32), "factors"),
     "1-bit Adam": Method(Config(1, compressor="levels", error_feedback=True), "momentum"),
     "1-bit Adam, exact momentum": Method(Config(32), "momentum"),
-    "CompressedAdamW": Method(levels(1, True), "updates", 8, 4),
+    "CompressedAdamW": Method(levels(1, True), "updates"),
+    "CompressedAdamW, long warm-up": Method(
+        levels(1, True),
+        "updates",
+        warmup=lambda steps: round(FROZEN_AFTER * steps),
+        refreshes=1,
+        gradients=Config(compressor="entropy", rate=4, error_feedback=False),
+    ),
 }
 
 
@@ -198,9 +209,12 @@ class Moments:
 class CompressedAdamW:
     """Makes steps as cgx_ops.torch.optim.CompressedAdamW."""
 
-    def __init__(self, comms: list[Communicator], model: nn.Module, method: Method) -> None:
-        self._method, self._schedule = method, VarianceSchedule()
-        self._gradients = Averager(comms, model, Config(8, error_feedback=False))
+    def __init__(
+        self, comms: list[Communicator], model: nn.Module, method: Method, steps: int
+    ) -> None:
+        self._warmup, self._refreshes = method.warmup(steps), method.refreshes
+        self._schedule = VarianceSchedule()
+        self._gradients = Averager(comms, model, method.gradients)
         self._updates = Averager(comms, model, method.config)
         numel = sum(p.numel() for p in model.parameters())
         self._m, self._v = np.zeros(numel, np.float32), np.zeros(numel, np.float32)
@@ -221,8 +235,8 @@ class CompressedAdamW:
             u = self._m / self._denominator()
             self._schedule = self._schedule.advanced(
                 self._steps,
-                ends=self._steps + 1 >= self._method.warmup,
-                refreshes=self._method.refreshes,
+                ends=self._steps + 1 >= self._warmup,
+                refreshes=self._refreshes,
             )
         else:
             below, most = self._denominator(), longest_update(*BETAS)
@@ -323,7 +337,7 @@ def train(
     if method.sends == "factors":
         averager = PowerSgd(training.model)
     elif method.sends == "updates":
-        averager = CompressedAdamW(comms, training.model, method)
+        averager = CompressedAdamW(comms, training.model, method, steps)
     else:
         averager = Averager(comms, training.model, method.config)
     for step in range(steps):

@@ -122,7 +122,8 @@ void require_feedback(const cgx_config_t& config) {
   const CodecEntry& entry = compressor_entry(config.compressor);
   require(!entry.exact, CGX_INVALID_ARGUMENT, "error feedback with compressor='", entry.name,
           "': there is no quantization error; leave it out, or use another compressor");
-  check_feedback(settings_per_stage(config, settings_of(config, Dtype::kFloat32)).each);
+  check_feedback(settings_per_stage(config, settings_of(config, Dtype::kFloat32)).each,
+                 rounding_of(config));
 }
 
 std::string describe_compressors() {

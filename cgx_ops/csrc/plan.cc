@@ -221,7 +221,7 @@ Plan make_plan(const cgx_collective_t& call, int rank, int size, BuffersUsed use
       codec.bits = kExactBits;
     if (config.compressor == CGX_RANDK) codec.seed = segment.seed;
     segment.codecs = settings_per_stage(config, codec);
-    if (segment.residual) check_feedback(segment.codecs.each);
+    if (segment.residual) check_feedback(segment.codecs.each, segment.rounding);
     compressed |= given.bits != kExactBits && !compressor_entry(config.compressor).exact;
     end = std::max(end, given.offset + given.numel);
     plan.segments.push_back(segment);

@@ -260,6 +260,10 @@ def test_all_nan_are_equal(dtype: str) -> None:
         ({"compressor": "entropy", "rate": 8.01}, "rate is 8.01; it must be"),
         ({"compressor": "entropy", "rounding": "stochastic"}, "'stochastic'.*'nearest', 'shift'"),
         ({"rate": 2.0}, "rate is 2.*'uniform' does not support.*entropy"),
+        (
+            {"compressor": "entropy", "rounding": "shift", "error_feedback": True},
+            "feedback.*'entropy': with rounding='shift'.*use rounding='nearest'",
+        ),
         ({"compressor": "lossless", "error_feedback": True}, "feedback.*'lossless'.*no quantiz"),
         ({"compressor": "lossless", "rounding": "stochastic"}, "'stochastic'.*supports 'nearest'"),
         ({"compressor": "lossless", "rotation": 32}, "rotation is 32.*'lossless' does not support"),

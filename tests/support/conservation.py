@@ -37,7 +37,6 @@ FED_BACK: list[dict[str, Any]] = [
     {"compressor": "topk", "bucket_size": 5000},
     {"compressor": "randk", "density": 0.2},
     *({"compressor": "entropy", "rate": rate} for rate in (0.5, 4.0)),
-    {"compressor": "entropy", "rate": 3.0, "rounding": "shift"},
     *({"compressor": "levels", "bits": 2, "rotation": size} for size in (4, 32)),
     {"compressor": "onebit", "skip_incomplete_buckets": True},
 ]

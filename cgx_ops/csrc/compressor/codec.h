@@ -149,7 +149,7 @@ struct CodecEntry {
   // Nearest rounding is biased, so training needs error feedback.
   bool biased = false;
   // Returns why error feedback does not converge with these settings, or "". Null: it converges.
-  std::string (*no_feedback)(const CodecSettings& settings) = nullptr;
+  std::string (*no_feedback)(const CodecSettings& settings, RoundingMode rounding) = nullptr;
 
   bool has_bits(int64_t bits) const { return bits >= lowest_bits && bits <= highest_bits; }
 };
@@ -169,7 +169,7 @@ std::unique_ptr<Codec> make_codec(const CodecSettings& settings);
 
 // Throws Error(CGX_INVALID_ARGUMENT), with the reason, if error feedback does not converge in one
 // of the stages.
-void check_feedback(std::span<const CodecSettings> stages);
+void check_feedback(std::span<const CodecSettings> stages, RoundingMode rounding);
 
 // Returns the runs in which a GPU encodes `numel` values, in order. Throws Error(CGX_UNSUPPORTED),
 // with the reason, if GPUs do not support the codec.

@@ -49,13 +49,13 @@ Coding sparse_coding(const CodecSettings& settings) {
           .density = static_cast<uint32_t>(settings.density)};
 }
 
-std::string uniform_diverges(const CodecSettings& settings) {
+std::string uniform_diverges(const CodecSettings& settings, RoundingMode /*rounding*/) {
   if (settings.bits > 1) return "";
   return "at 1 bit the error may be as large as the values, so residuals may grow without bound: "
          "use 2 bits or more, or compressor='levels'";
 }
 
-std::string qsgd_diverges(const CodecSettings& settings) {
+std::string qsgd_diverges(const CodecSettings& settings, RoundingMode /*rounding*/) {
   const double levels = (1 << (settings.bits - 1)) - 1, root = std::sqrt(settings.bucket_size);
   const double error = std::min(settings.bucket_size / (levels * levels), root / levels);
   if (error < 1) return "";
@@ -63,15 +63,21 @@ std::string qsgd_diverges(const CodecSettings& settings) {
               " may be ", error, " times the squared signal: use more bits or smaller buckets");
 }
 
-std::string ternary_diverges(const CodecSettings& settings) {
+std::string ternary_diverges(const CodecSettings& settings, RoundingMode /*rounding*/) {
   if (settings.clip) return "";
   return "without clip=True its error is larger than the signal";
 }
 
-std::string votes_have_no_loss(const CodecSettings& /*settings*/) {
+std::string votes_have_no_loss(const CodecSettings& /*settings*/, RoundingMode /*rounding*/) {
   return "a vote has no magnitude, so its quantization error is not defined: use "
          "compressor='levels' "
          "with bits=1, which sends as many bytes";
+}
+
+std::string entropy_diverges(const CodecSettings& /*settings*/, RoundingMode rounding) {
+  if (rounding != kShift) return "";
+  return "with rounding='shift' its error exceeds the signal at rates up to 1 and in layers of a "
+         "few hundred values: use rounding='nearest', or error_feedback=False";
 }
 
 std::vector<CodecEntry>& table() {
@@ -170,7 +176,8 @@ std::vector<CodecEntry>& table() {
        .why_not = kNotOnDevices,
        .roundings = {kNearest, kShift},
        .knobs = {"rate"},
-       .biased = true},
+       .biased = true,
+       .no_feedback = entropy_diverges},
       {.name = "lossless",
        .description = "exact values; their exponents are entropy-coded",
        .fixed_length = false,
@@ -258,10 +265,10 @@ std::unique_ptr<Codec> make_codec(const CodecSettings& settings) {
   return codec;
 }
 
-void check_feedback(std::span<const CodecSettings> stages) {
+void check_feedback(std::span<const CodecSettings> stages, RoundingMode rounding) {
   for (const CodecSettings& settings : stages) {
     const CodecEntry& entry = codec_entry(settings);
-    const std::string why = entry.no_feedback ? entry.no_feedback(settings) : "";
+    const std::string why = entry.no_feedback ? entry.no_feedback(settings, rounding) : "";
     require(why.empty(), CGX_INVALID_ARGUMENT, "error feedback does not converge with compressor='",
             entry.name, "': ", why);
   }
