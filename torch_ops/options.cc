@@ -138,7 +138,8 @@ void append(const char* field, const std::optional<std::string_view>& word, int3
 
 const char* operator_name(int32_t verb) {
   static constexpr const char* kNames[] = {
-      "cgx::quantized_allreduce", "cgx::quantized_reduce_scatter", "cgx::quantized_all_gather"};
+      "cgx::quantized_allreduce", "cgx::quantized_reduce_scatter", "cgx::quantized_all_gather",
+      "cgx::quantized_all_to_all"};
   static_assert(std::size(kNames) == std::size(kVerbs));
   return kNames[verb];
 }

@@ -181,7 +181,8 @@ class CpuWork final : public c10d::Work {
 TorchVerb torch_verb(int32_t verb) {
   static constexpr TorchVerb kNames[] = {{c10d::OpType::ALLREDUCE, "all_reduce"},
                                          {c10d::OpType::REDUCE_SCATTER, "reduce_scatter"},
-                                         {c10d::OpType::ALLGATHER, "all_gather"}};
+                                         {c10d::OpType::ALLGATHER, "all_gather"},
+                                         {c10d::OpType::ALLTOALL_BASE, "all_to_all"}};
   static_assert(std::size(kNames) == std::size(kVerbs));
   return kNames[verb];
 }

@@ -137,6 +137,8 @@ class Collective(_Sized):
         ("device_seeds", c_void_p),
         ("device_seed", c_void_p),
         ("noise_rank", POINTER(c_int32)),
+        ("input_splits", POINTER(c_int64)),
+        ("output_splits", POINTER(c_int64)),
     )
 
 

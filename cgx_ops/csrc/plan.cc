@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 #include <iterator>
+#include <numeric>
 #include <span>
 #include <type_traits>
 
@@ -146,6 +147,73 @@ void check_lists(const cgx_collective_t& call, const Plan& plan, BuffersUsed use
           "residuals are given for op ", op_name(call.op), ": only sum and avg support them");
 }
 
+// Sizes of blocks must be complete and supported by the verb.
+void check_splits(const cgx_collective_t& call, const Verb& verb, int size) {
+  if (!call.input_splits && !call.output_splits) return;
+  require(verb.exchanges(), CGX_INVALID_ARGUMENT, "input_splits or output_splits are given for ",
+          verb.name, ", whose blocks have equal sizes: leave them out");
+  require(call.input_splits && call.output_splits, CGX_INVALID_ARGUMENT,
+          call.input_splits ? "input_splits" : "output_splits",
+          " are given alone: pass both input_splits and output_splits, or neither");
+  require(call.block_numel == 0 && call.num_segments == 1 && call.segments[0].offset == 0 &&
+              call.segments[0].numel == 0,
+          CGX_INVALID_ARGUMENT, "input_splits are given with block_numel ", call.block_numel,
+          " and ", call.num_segments,
+          " segments: pass block_numel 0 and one segment with offset 0 and numel 0");
+  for (const auto& [name, splits] : {std::pair("input_splits", call.input_splits),
+                                     std::pair("output_splits", call.output_splits)}) {
+    int64_t total = 0;
+    for (int rank = 0; rank < size; ++rank) {
+      require(splits[rank] >= 0 && splits[rank] <= kMostElements - total, CGX_INVALID_ARGUMENT,
+              name, "[", rank, "] is ", splits[rank], "; accepted: 0 or more, in all at most 2^59");
+      total += splits[rank];
+    }
+  }
+  require(size > 1 || call.input_splits[0] == call.output_splits[0], CGX_INVALID_ARGUMENT,
+          "input_splits[0] is ", call.input_splits[0], " and output_splits[0] is ",
+          call.output_splits[0], "; with one rank both must be equal");
+}
+
+// Sets the codecs of a segment of `numel` elements.
+void set_codecs(const cgx_config_t& config, Dtype dtype, int64_t numel, Segment* segment) {
+  // A bucket larger than the segment is reduced to one with the same bytes, whose size cannot
+  // overflow.
+  CodecSettings codec = settings_of(config, dtype);
+  const int64_t most = config.skip_incomplete_buckets ? numel + 1 : std::max<int64_t>(1, numel);
+  codec.bucket_size = std::min(codec.bucket_size, most);
+  // Votes are compressed at any size.
+  if (config.compressor != CGX_SIGN &&
+      numel < std::max<int64_t>(CGX_SMALLEST_COMPRESSED, config.minimal_size))
+    codec.bits = kExactBits;
+  if (config.compressor == CGX_RANDK) codec.seed = segment->seed;
+  segment->codecs = settings_per_stage(config, codec);
+}
+
+// Places the plan's segments in each rank's block. `splits`: elements of the blocks, or null if all
+// have the plan's block_numel.
+std::vector<std::vector<Segment>> make_blocks(const cgx_collective_t& call, const Plan& plan,
+                                              const int64_t* splits) {
+  std::vector<std::vector<Segment>> blocks(plan.size, plan.segments);
+  int64_t offset = 0;
+  for (int rank = 0; rank < plan.size; ++rank) {
+    for (Segment& segment : blocks[rank]) {
+      segment.input_at += plan.bytes(offset);
+      segment.output_at += plan.bytes(offset);
+      if (!splits) continue;
+      segment.numel = splits[rank];
+      set_codecs(segment_config(call, call.segments[0]), plan.dtype, segment.numel, &segment);
+    }
+    offset += splits ? splits[rank] : plan.block_numel;
+  }
+  return blocks;
+}
+
+// Elements of an input or output. `blocks`: whether it has a block per rank.
+int64_t buffer_numel(const Plan& plan, int64_t block_numel, bool blocks, const int64_t* splits) {
+  return splits ? std::accumulate(splits, splits + plan.size, int64_t{0})
+                : block_numel * (blocks ? plan.size : 1);
+}
+
 // The base of all offsets.
 const void* first_of(const void* const* pointers, int64_t count) {
   const auto found = std::find_if(pointers, pointers + count, [](const void* p) { return p; });
@@ -174,6 +242,7 @@ Plan make_plan(const cgx_collective_t& call, int rank, int size, BuffersUsed use
   in_range("divisor", call.divisor, 0, INT64_MAX, "1 or more, or 0 for the number of ranks");
   check_segments(call, kMostElements / size);
   check_lists(call, plan, used);
+  check_splits(call, *plan.verb, size);
 
   plan.rank = rank;
   plan.size = size;
@@ -209,18 +278,9 @@ Plan make_plan(const cgx_collective_t& call, int rank, int size, BuffersUsed use
     segment.output_at =
         call.outputs ? distance(plan.output, call.outputs[i]) : plan.bytes(given.offset);
     if (call.residuals) segment.residual = static_cast<std::byte*>(call.residuals[i]);
-    // A bucket larger than the segment is reduced to one with the same bytes, whose size cannot
-    // overflow.
-    CodecSettings codec = settings_of(config, plan.dtype);
-    const int64_t most =
-        config.skip_incomplete_buckets ? given.numel + 1 : std::max<int64_t>(1, given.numel);
-    codec.bucket_size = std::min(codec.bucket_size, most);
-    // Votes are compressed at any size.
-    if (config.compressor != CGX_SIGN &&
-        given.numel < std::max<int64_t>(CGX_SMALLEST_COMPRESSED, config.minimal_size))
-      codec.bits = kExactBits;
-    if (config.compressor == CGX_RANDK) codec.seed = segment.seed;
-    segment.codecs = settings_per_stage(config, codec);
+    // With splits the numbers of elements differ between blocks and ranks. What ranks compare must
+    // not depend on them.
+    set_codecs(config, plan.dtype, call.input_splits ? kMostElements : given.numel, &segment);
     if (segment.residual) check_feedback(segment.codecs.each, segment.rounding);
     compressed |= given.bits != kExactBits && !compressor_entry(config.compressor).exact;
     end = std::max(end, given.offset + given.numel);
@@ -231,9 +291,15 @@ Plan make_plan(const cgx_collective_t& call, int rank, int size, BuffersUsed use
           CGX_UNSUPPORTED, "op ", op_name(call.op),
           " is not supported for compressed values: use sum or avg, or bits=32 (uncompressed)");
   if (used.input && !call.inputs)
-    check_pointer(call.input, end * (plan.verb->blocks_in ? size : 1), "input");
+    check_pointer(call.input, buffer_numel(plan, end, plan.verb->blocks_in, call.input_splits),
+                  "input");
   if (used.output && !call.outputs)
-    check_pointer(call.output, end * (plan.verb->blocks_out ? size : 1), "output");
+    check_pointer(call.output, buffer_numel(plan, end, plan.verb->blocks_out, call.output_splits),
+                  "output");
+  if (plan.verb->exchanges()) {
+    plan.sends = make_blocks(call, plan, call.input_splits);
+    plan.receives = make_blocks(call, plan, call.output_splits);
+  }
   plan.algorithm = plan.verb->algorithm != CGX_AUTO
                        ? plan.verb->algorithm
                        : static_cast<cgx_algorithm_t>(call.config.algorithm);

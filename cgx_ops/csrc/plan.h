@@ -42,6 +42,12 @@ struct Segment {
   PerStage<CodecSettings> codecs;
 };
 
+inline int64_t numel_of(const std::vector<Segment>& segments) {
+  int64_t sum = 0;
+  for (const Segment& segment : segments) sum += segment.numel;
+  return sum;
+}
+
 // The limit on a collective's unread messages.
 inline constexpr int kMostUnreleased = 64;
 
@@ -55,7 +61,9 @@ struct Plan {
   int noise_rank = 0;                        // for the noise: the call's, or `rank`
   std::shared_ptr<const Topology> topology;  // null: unknown
   int64_t divisor = 1;                       // of avg
-  std::vector<Segment> segments;
+  std::vector<Segment> segments;             // of each block
+  // The segments of the block for, or from, each rank. Empty unless verb->exchanges().
+  std::vector<std::vector<Segment>> sends, receives;
   std::shared_ptr<const Packing> packing;  // of small segments (algorithm/packing.h), or null
   int64_t block_numel = 0;                 // elements of a block
   const std::byte* input = nullptr;
@@ -74,14 +82,16 @@ struct Plan {
   }
   // Whether a single rank changes its values: it divides by a divisor other than 1.
   bool divides_alone() const { return op == Op::kAvg && divisor != 1 && verb->reduces; }
-  int64_t numel() const {
+  int64_t numel() const { return numel_of(segments); }
+  // As in cgx_comm_info_t.
+  int64_t bytes_in() const {
+    if (!verb->exchanges()) return bytes(numel()) * (verb->blocks_in ? size : 1);
     int64_t sum = 0;
-    for (const Segment& segment : segments) sum += segment.numel;
+    for (const auto& block : sends) sum += bytes(numel_of(block));
     return sum;
   }
-  // As in cgx_comm_info_t.
-  int64_t bytes_in() const { return bytes(numel()) * (verb->blocks_in ? size : 1); }
   int64_t bytes_plain() const {
+    if (verb->exchanges()) return bytes_in() - bytes(numel_of(sends[rank]));
     const int64_t stages = int64_t{verb->scatters} + int64_t{verb->gathers};
     return (size - 1) * (stages * bytes(numel()) / (verb->shards() ? size : 1));
   }

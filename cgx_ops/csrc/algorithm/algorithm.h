@@ -36,6 +36,9 @@ class Algorithm {
   // Returns this rank's payload in the header that announces the collective. Called once, before
   // all other functions. The peers' payloads come with their headers.
   virtual Bytes eager() { return {}; }
+  // Returns how the ranks' payloads contradict each other; "" if they do not. Called after all of
+  // them were delivered. All ranks must return the same text.
+  virtual std::string disagreement() const { return ""; }
   // Called only after all ranks have agreed. Passes a peer's message to take_eager() or take() if
   // the plan expects exactly this message. Otherwise throws Error(CGX_PEER_FAILED), which names the
   // sender.
@@ -66,9 +69,12 @@ struct AlgorithmEntry {
   int64_t (*bytes)(const Plan& plan, const Layout& layout);
   std::unique_ptr<Algorithm> (*make)(Plan plan);
 };
-extern const AlgorithmEntry kOneShot, kSra, kRing, kHierarchical;  // each in the file of its name
+// Each in the file of its name.
+extern const AlgorithmEntry kOneShot, kSra, kRing, kHierarchical, kAllToAll;
+// The algorithms that a config can select.
 const std::vector<AlgorithmEntry>& algorithm_table();
 const AlgorithmEntry& entry_of(cgx_algorithm_t algorithm);
+const AlgorithmEntry& entry_of(const Plan& plan);
 std::unique_ptr<Algorithm> make_algorithm(Plan plan);
 
 // The largest payload, in bytes, that this rank sends under a plan with a resolved algorithm.

@@ -213,8 +213,8 @@ void Carried::decode_values(std::span<const std::byte> received) const {
       const Shard& shard = layout_.shard(owner);
       const std::byte* message = gathered + owner * stride;
       for (const Chunk& chunk : shard.chunks) {
-        decode_chunk(plan_, shard, chunk, message_at(chunk, Stage::kGather, owner, message),
-                     plan_.output);
+        decode_chunk(plan_, shard, chunk, Stage::kGather,
+                     message_at(chunk, Stage::kGather, owner, message), plan_.output);
         message += room_of(chunk, Stage::kGather);
       }
     }

@@ -89,14 +89,24 @@ int64_t encode_chunk(const Plan& plan, const Shard& shard, const Chunk& chunk, S
   return end;
 }
 
-void decode_chunk(const Plan& plan, const Shard& shard, const Chunk& chunk, const Encoded& message,
-                  std::byte* output) {
+void decode_chunk(const Plan& plan, const Shard& shard, const Chunk& chunk, Stage stage,
+                  const Encoded& message, std::byte* output) {
   for (const Piece& piece : shard.pieces_of(chunk))
-    decode(*piece.coded[Stage::kGather].codec, part_of(message, piece, Stage::kGather), piece.numel,
+    decode(*piece.coded[stage].codec, part_of(message, piece, stage), piece.numel,
            piece.first_index, plan.dtype, output + piece.output_at);
 }
 
+void copy_own_block(const Plan& plan) {
+  const auto& from = plan.sends[plan.rank];
+  const auto& to = plan.receives[plan.rank];
+  for (size_t i = 0; i < from.size(); ++i)
+    if (from[i].numel > 0)
+      std::memcpy(plan.output + to[i].output_at, plan.input + from[i].input_at,
+                  plan.bytes(from[i].numel));
+}
+
 void pass_through(const Plan& plan) {
+  if (plan.verb->exchanges()) return copy_own_block(plan);
   for (const Segment& segment : plan.segments) {
     const size_t bytes = plan.bytes(segment.numel);
     if (bytes == 0) continue;

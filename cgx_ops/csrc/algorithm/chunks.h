@@ -18,13 +18,15 @@
 
 namespace cgx {
 
-// `block`: the block of a reduce_scatter's input. Each block has its own noise.
+// `block`: the block of the input of a reduce_scatter or all_to_all. Each block has its own noise.
 int64_t encode_chunk(const Plan& plan, const Shard& shard, const Chunk& chunk, Stage stage,
                      const std::byte* input, std::byte* message, int block = 0);
 
-// Decodes reduced values.
-void decode_chunk(const Plan& plan, const Shard& shard, const Chunk& chunk, const Encoded& message,
-                  std::byte* output);
+void decode_chunk(const Plan& plan, const Shard& shard, const Chunk& chunk, Stage stage,
+                  const Encoded& message, std::byte* output);
+
+// Copies this rank's block of an all_to_all to its place in the output.
+void copy_own_block(const Plan& plan);
 
 // The collective of one rank: copies input to output, adds residuals and divides for avg. Nothing
 // is encoded, so new residuals are 0.

@@ -281,7 +281,7 @@ class Hierarchical : public Algorithm {
     threads_.for_each(ready, [&](int i) {
       const auto& job = jobs_[i];
       const auto bytes = gathered_[i].bytes;
-      decode_chunk(plan_, *job.shard, *job.chunk, {job.peer, bytes}, plan_.output);
+      decode_chunk(plan_, *job.shard, *job.chunk, Stage::kGather, {job.peer, bytes}, plan_.output);
       if (job.buffer) std::memcpy(job.buffer->data, bytes.data(), bytes.size());
     });
     jobs_.clear();

@@ -15,10 +15,19 @@ int64_t Shard::bytes(Stage stage) const {
 Layout::Layout(const Plan& plan) {
   const bool keeps = std::any_of(plan.segments.begin(), plan.segments.end(),
                                  [](const Segment& segment) { return segment.residual; });
-  shards_.resize(entry_of(plan.algorithm).shards(plan));
+  shards_.resize(entry_of(plan).shards(plan));
   chunk_bytes_ = plan.chunk_bytes;
   value_bytes_ = plan.bytes(1);
   has_intra_ = plan.algorithm == CGX_HIERARCHICAL;
+  if (plan.verb->exchanges()) {
+    received_.resize(plan.size);
+    for (int peer = 0; peer < plan.size; ++peer) {
+      if (peer == plan.rank) continue;
+      append_block(&shards_[peer], plan.sends[peer]);
+      append_block(&received_[peer], plan.receives[peer]);
+    }
+    return;
+  }
   if (!plan.verb->shards()) block_stride_ = plan.block_numel;
   for (const auto& segment : plan.segments) {
     int64_t cut = 1;
@@ -47,6 +56,10 @@ int64_t Layout::longest_message() const {
         if (stage != Stage::kIntra || has_intra_)
           longest = std::max(longest, chunk.length[stage].most);
   return longest;
+}
+
+void Layout::append_block(Shard* shard, const std::vector<Segment>& block) {
+  for (const Segment& segment : block) append(shard, segment, 0, segment.numel);
 }
 
 void Layout::append(Shard* shard, const Segment& segment, int64_t first, int64_t last) {
@@ -103,6 +116,8 @@ const Codec* Layout::codec(const CodecSettings& settings) {
 
 int64_t fitting_chunk_bytes(const Plan& plan, int64_t most) {
   constexpr int64_t kChunksOfShard = 8;
+  // Sizes differ between ranks, but the sender and the receiver of a block must cut it equally.
+  if (plan.verb->exchanges()) return std::max(kChunkBytes, most);
   int64_t bytes = 0;  // values only, without bucket headers
   for (const Segment& segment : plan.segments) {
     const CodecSettings& codec = segment.codecs[Stage::kScatter];

@@ -64,15 +64,19 @@ class Layout {
   // all_gather a shard is a block; without residuals all ranks share one Shard, and block_offset()
   // is the block's offset in the larger buffer. hierarchical numbers shards by Topology::shard_of.
   const Shard& shard(int owner) const { return shards_.size() == 1 ? shards_[0] : shards_[owner]; }
+  // The block from a rank, in an all_to_all. shard() is the block for a rank. This rank's own block
+  // has no pieces.
+  const Shard& received(int source) const { return received_[source]; }
   int64_t block_offset(int owner) const { return block_stride_ * owner; }
   int64_t longest_message() const;  // bytes; may exceed the chunk size, since a grain may be longer
 
  private:
+  void append_block(Shard* shard, const std::vector<Segment>& block);
   void append(Shard* shard, const Segment& segment, int64_t first, int64_t last);
   const Codec* codec(const CodecSettings& settings);
 
   std::vector<std::pair<CodecSettings, std::unique_ptr<Codec>>> codecs_;
-  std::vector<Shard> shards_;
+  std::vector<Shard> shards_, received_;
   int64_t chunk_bytes_ = 0, value_bytes_ = 0, block_stride_ = 0;
   bool has_intra_ = false;  // whether there are messages within a host
 };

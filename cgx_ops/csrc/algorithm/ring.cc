@@ -160,7 +160,8 @@ class RingAllreduce : public Algorithm {
       port.send(right_, kGather, buffer, arrival.bytes.size());
     }
     const Shard& shard = layout_.shard(gather_.shard());
-    decode_chunk(plan_, shard, gather_.chunk(), {left_, arrival.bytes}, plan_.output);
+    decode_chunk(plan_, shard, gather_.chunk(), Stage::kGather, {left_, arrival.bytes},
+                 plan_.output);
     gather_.advance();
   }
 

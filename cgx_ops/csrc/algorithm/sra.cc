@@ -177,7 +177,8 @@ class Sra : public Algorithm {
     const BufferRef buffer = port.allocate(chunk.length[Stage::kGather].most);
     const auto bytes = static_cast<size_t>(
         encode_chunk(plan_, shard, chunk, Stage::kGather, input(plan_.rank), buffer->data));
-    decode_chunk(plan_, shard, chunk, {plan_.rank, {buffer->data, bytes}}, output(plan_.rank));
+    decode_chunk(plan_, shard, chunk, Stage::kGather, {plan_.rank, {buffer->data, bytes}},
+                 output(plan_.rank));
     send_to_all(port, buffer, bytes);
   }
 
@@ -197,7 +198,7 @@ class Sra : public Algorithm {
     }
     threads_.for_each(static_cast<int>(ready), [&](int i) {
       const Arrival& arrival = gathered_[i];
-      decode_chunk(plan_, layout_.shard(arrival.source), *chunks[i],
+      decode_chunk(plan_, layout_.shard(arrival.source), *chunks[i], Stage::kGather,
                    {arrival.source, arrival.bytes}, output(arrival.source));
     });
     for (size_t i = 0; i < ready; ++i) gathered_.pop_front();

@@ -64,21 +64,25 @@ const AlgorithmEntry& entry_of(cgx_algorithm_t algorithm) {
   fail(CGX_INTERNAL, "no algorithm ", static_cast<int>(algorithm));
 }
 
+const AlgorithmEntry& entry_of(const Plan& plan) {
+  return plan.verb->exchanges() ? kAllToAll : entry_of(plan.algorithm);
+}
+
 std::unique_ptr<Algorithm> make_algorithm(Plan plan) {
-  const AlgorithmEntry& entry = entry_of(plan.algorithm);
+  const AlgorithmEntry& entry = entry_of(plan);
   if (!plan.packing) return entry.make(std::move(plan));
   return make_packed(plan, entry.make(plan));
 }
 
 int64_t payload_bytes(const Plan& plan) {
-  return plan.size == 1 ? 0 : entry_of(plan.algorithm).bytes(plan, Layout(plan));
+  return plan.size == 1 ? 0 : entry_of(plan).bytes(plan, Layout(plan));
 }
 
 void resolve_algorithm(Plan* plan) {
   plan->algorithm = pick_algorithm(*plan);
   // A minimum or maximum is one of the values.
   const bool selects = plan->op == Op::kMin || plan->op == Op::kMax;
-  if (!selects && entry_of(plan->algorithm).passes_sums_on) {
+  if (!selects && entry_of(*plan).passes_sums_on) {
     for (Segment& segment : plan->segments) {
       CodecSettings& sums = segment.codecs[Stage::kScatter];
       sums.dtype = Dtype::kFloat32;

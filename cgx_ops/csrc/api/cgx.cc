@@ -351,8 +351,13 @@ cgx_status_t cgx_plan(const cgx_collective_t* collective, cgx_plan_t* plan) {
     const auto communicator = Registry::instance().get(collective->comm);
     const Plan made = communicator->plan(*collective);
     Plan exact = made;
-    for (auto& segment : exact.segments)
-      for (auto& codec : segment.codecs.each) codec.bits = kExactBits;
+    const auto uncompress = [](std::vector<Segment>& segments) {
+      for (Segment& segment : segments)
+        for (CodecSettings& codec : segment.codecs.each) codec.bits = kExactBits;
+    };
+    uncompress(exact.segments);
+    std::for_each(exact.sends.begin(), exact.sends.end(), uncompress);
+    std::for_each(exact.receives.begin(), exact.receives.end(), uncompress);
     plan->algorithm = made.algorithm;
     plan->payload_bytes = payload_bytes(made);
     plan->exact_bytes = payload_bytes(exact);

@@ -154,10 +154,13 @@ void Engine::agree(Collective& collective) {
   }
   collective.agreed = true;
   collective.agreed_at = Clock::now();
-  if (collective.shortage) return cancel(collective);
   for (const int member : collective.members)
     if (member != rank_)
       collective.algorithm->deliver_eager(member, std::move(collective.headers[member]->eager));
+  if (const std::string text = collective.algorithm->disagreement(); !text.empty())
+    return finish(collective, CGX_MISMATCH,
+                  join("ranks disagree on collective ", collective.key, ": ", text));
+  if (collective.shortage) return cancel(collective);
   auto early = std::move(collective.early);
   for (auto& [part, arrival] : early) collective.algorithm->deliver(part, std::move(arrival));
   enqueue(collective);

@@ -146,7 +146,7 @@ typedef struct cgx_comm_info_t {
   int64_t compute_ns;    /**< The part of both that was spent encoding, summing and decoding. */
   int64_t bytes_plain; /**< Bytes that an optimal uncompressed algorithm would send: bytes_in times
                             2(n-1)/n (allreduce), (n-1)/n (reduce_scatter) or n-1 (all_gather) for
-                            n ranks. */
+                            n ranks; all_to_all: the blocks for other ranks. */
   const char* wire;    /**< The connection between the ranks' GPUs: "direct", "mpi", "staged" or
                             "nccl"; "" before the first cgx_enqueue. */
   int32_t host;        /**< Number of this rank's host. Hosts are numbered in the order of their
@@ -263,7 +263,8 @@ CGX_API cgx_status_t cgx_comm_close(int32_t comm);
 typedef enum cgx_verb_t {
   CGX_ALLREDUCE = 0,
   CGX_REDUCE_SCATTER = 1,
-  CGX_ALL_GATHER = 2
+  CGX_ALL_GATHER = 2,
+  CGX_ALL_TO_ALL = 3
 } cgx_verb_t;
 
 /** Return the collectives, in the order of cgx_verb_t, as a JSON list.
@@ -296,20 +297,23 @@ typedef struct cgx_segment_t {
 
 /** Arguments of a collective.
  *
- * Ranks must pass equal values, except for addresses, offsets, comm, timeout_s, noise_rank, and a
- * seed of type CGX_SEED_OF_NOISE. If they differ, all ranks get CGX_MISMATCH. Zero-initialize the
- * struct, then set struct_size and occurrence = -1. */
+ * Ranks must pass equal values, except for addresses, offsets, splits, comm, timeout_s, noise_rank,
+ * and a seed of type CGX_SEED_OF_NOISE. If they differ, all ranks get CGX_MISMATCH. Zero-initialize
+ * the struct, then set struct_size and occurrence = -1. */
 typedef struct cgx_collective_t {
   size_t struct_size;
   int32_t comm;        /**< The communicator. */
   int32_t verb;        /**< A cgx_verb_t. */
   int32_t dtype;       /**< A cgx_dtype_t. */
-  int32_t op;          /**< A cgx_op_t; all_gather ignores it. CGX_SUM or CGX_AVG if bits < 32. */
+  int32_t op;          /**< A cgx_op_t; all_gather and all_to_all ignore it. CGX_SUM or CGX_AVG if
+                            bits < 32. */
   cgx_config_t config; /**< Compression of segments without a config of their own. */
   int64_t seed;        /**< Seed of stochastic and shift rounding, and of CGX_RANDK's indices (see
                             cgx_config_seed_use). Each segment and block derives its own. */
-  const void* input; /**< One block of block_numel elements or, for reduce_scatter, one per rank. */
-  void* output;      /**< One block or, for all_gather, one per rank. allreduce: may equal input. */
+  const void* input;   /**< One block of block_numel elements or, for reduce_scatter and all_to_all,
+                            one per rank. */
+  void* output; /**< One block or, for all_gather and all_to_all, one per rank. allreduce: may
+                     equal input. */
   int64_t block_numel;           /**< Elements of a block; 0: where the last segment ends. */
   const cgx_segment_t* segments; /**< Segments of each block. */
   int64_t num_segments;          /**< Number of segments; may be 0. */
@@ -345,6 +349,14 @@ typedef struct cgx_collective_t {
                                 */
   const int64_t* device_seed;  /**< CGX_CUDA: one seed, in GPU memory, instead of seed. */
   const int32_t* noise_rank;   /**< As in cgx_bootstrap_t; NULL: the communicator's. */
+  /** all_to_all: elements of the block for each rank, one entry per rank. The blocks are contiguous
+   * in `input`, in rank order. NULL: all blocks have block_numel elements.
+   *
+   * input_splits[r] on rank s must equal output_splits[s] on rank r, otherwise all ranks get
+   * CGX_MISMATCH. Pass both lists or neither. With them, pass block_numel = 0 and one segment of 0
+   * elements: it fills every block. Its buckets begin again in each block. */
+  const int64_t* input_splits;
+  const int64_t* output_splits; /**< The same for the blocks from each rank, in `output`. */
 } cgx_collective_t;
 
 /** A started collective. */

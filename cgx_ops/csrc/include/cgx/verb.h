@@ -34,6 +34,8 @@ struct Verb {
   cgx_algorithm_t algorithm = CGX_AUTO;  // the only one that supports it; CGX_AUTO: the config's
 
   constexpr bool shards() const { return !blocks_in && !blocks_out; }  // whether ranks own shards
+  // Whether each rank sends another block to each rank.
+  constexpr bool exchanges() const { return blocks_in && blocks_out; }
 };
 
 // In the order of cgx_verb_t.
@@ -56,6 +58,12 @@ inline constexpr Verb kVerbs[] = {
      .name = "all_gather",
      .blocks_out = true,
      .gathers = true,
+     .algorithm = CGX_SRA},
+    {.id = CGX_ALL_TO_ALL,
+     .name = "all_to_all",
+     .blocks_in = true,
+     .blocks_out = true,
+     .scatters = true,
      .algorithm = CGX_SRA},
 };
 
