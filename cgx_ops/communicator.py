@@ -2,7 +2,7 @@
 
 import contextlib
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from ctypes import byref, c_int32
 from typing import Any, Self, Unpack
 
@@ -14,7 +14,9 @@ from cgx_ops._core import bootstrap, library, request, structs, verdicts
 from cgx_ops._core.arrays import Array, as_input
 from cgx_ops._core.call import Call, Counter, Op, Repeat, Segment, check_timeout
 from cgx_ops._core.consistency import Gather
+from cgx_ops._core.refusal import or_refuse
 from cgx_ops._core.request import Request
+from cgx_ops._core.splits import splits_of
 from cgx_ops.config import Config, Keywords, config_of
 from cgx_ops.errors import Closed, InvalidArgument, require_integer
 from cgx_ops.stats import Stats, read_stats
@@ -425,6 +427,66 @@ class Communicator:
         config = config_of(config, **keywords)
         call = Call("all_gather", "sum", config, name, segments, seed, timeout)
         return self._run(call, source, shape, source.size, out)
+
+    def all_to_all(
+        self,
+        array: npt.ArrayLike,
+        config: Config | None = None,
+        *,
+        output_split_sizes: Sequence[int] | None = None,
+        input_split_sizes: Sequence[int] | None = None,
+        out: Array | None = None,
+        name: str = "",
+        seed: int | None = None,
+        timeout: float | None = None,
+        **keywords: Unpack[Keywords],
+    ) -> Array:
+        """Send each rank a block of the array's rows, and concatenate the blocks from all ranks.
+
+        Blocks are contiguous along the first axis, in rank order, as in
+        torch.distributed.all_to_all_single. A rank's block for itself is copied exactly. Each block
+        begins new buckets.
+
+        Args:
+            array: The input, with at least one axis.
+            config: See allreduce().
+            output_split_sizes: Rows of the block from each rank. None: equal blocks, of as many
+                rows in all as `out` or, without it, the input. `size` must divide these rows.
+            input_split_sizes: Rows of the block for each rank; they add up to the array's rows.
+                None: equal blocks.
+            out: Array for the result; it must not overlap the input.
+            name: See allreduce().
+            seed: See allreduce().
+            timeout: See allreduce().
+            **keywords: See allreduce().
+
+        Returns:
+            `out`, or a new array with the rows of all blocks.
+
+        Raises:
+            InvalidArgument: Sizes of blocks are negative, too few or too many, do not add up, or
+                are not integers; see also allreduce(). The other ranks raise PeerFailed, and the
+                communicator stays open.
+            MismatchError: A rank sends a block of another size than its receiver expects.
+            CgxError: See Communicator.
+        """
+        source, config = as_input(array), config_of(config, **keywords)
+        call = Call("all_to_all", "sum", config, name, None, seed, timeout)
+        with self._or_refuse(name):
+            splits = splits_of(source, out, self.size, input_split_sizes, output_split_sizes)
+            shape = (sum(splits.rows_out), *source.shape[1:])
+            prepared = call.prepare(*self._place(), source, shape, 0, out, splits=splits)
+        return request.run(*prepared)
+
+    @contextlib.contextmanager
+    def _or_refuse(self, name: str) -> Iterator[None]:
+        """Refuse a call that fails before its start, and count it, as the other ranks do."""
+        with or_refuse(self, name):
+            try:
+                yield
+            except Exception:
+                self.next_call(name)
+                raise
 
     def _run(
         self,

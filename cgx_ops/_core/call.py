@@ -15,6 +15,7 @@ import numpy as np
 from cgx_ops import _numpy_ops
 from cgx_ops._core import library, structs, tables
 from cgx_ops._core.arrays import Array, address, as_output, dtype_code
+from cgx_ops._core.splits import Splits
 from cgx_ops._core.tables import EXACT_BITS
 from cgx_ops.config import Config, check_config
 from cgx_ops.errors import InvalidArgument, checked_seed
@@ -257,6 +258,7 @@ class Call:
         block: int,
         out: Array | None,
         residual: Array | None = None,
+        splits: Splits | None = None,
     ) -> tuple[structs.Collective, *tuple[Array, ...]]:
         """Return the call, its result, and the other arrays that it uses.
 
@@ -269,6 +271,7 @@ class Call:
             block: Elements per rank.
             out: Array for the result; None: a new one.
             residual: Array for error feedback, if any.
+            splits: Sizes of the blocks of an all_to_all; then `block` is 0.
         """
         result = as_output(out, shape, source.dtype)
         pointers = address(source), address(result)
@@ -285,6 +288,8 @@ class Call:
         if residual is not None:
             collective.residuals = self._residuals(residual, source, result)
             arrays.append(residual)
+        if splits is not None:
+            splits.set(collective)
         self.draw_seed(collective, comm_name, counter.next)
         return collective, *arrays
 

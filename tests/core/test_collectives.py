@@ -29,6 +29,7 @@ from cgx_ops.config import Rounding
 PROGRAM = Path(__file__).parents[1] / "ranks" / "run_collectives.py"
 TARGETS = library.describe()["cpu_targets"]
 SOME = "compressors, some"
+BLOCKS = "all_to_all"
 
 
 Oracle = Callable[[str, int], list[list[str]]]
@@ -104,7 +105,7 @@ def daily(cases: str, target: str, n: int) -> bool:
     """
     if target != TARGETS[0]:
         return cases in ("features", SOME) and n == 3
-    return cases in ("sample", SOME) or (cases == "features" and n in (1, 3))
+    return cases in ("sample", SOME, BLOCKS) or (cases == "features" and n in (1, 3))
 
 
 ON_THREADS = [
@@ -115,8 +116,8 @@ ON_THREADS = [
     if (every_day := daily(cases, target, n)) or cases not in ("sample", SOME)
 ]
 # Transports do not depend on the dtype. The sets of a day share a launch.
-UNDER_MPIRUN = [(("sample", "features", SOME), "SHM", 4), (("sample", "features", SOME), "MPI", 3)]
-UNDER_MPIRUN += [(("sample",), "TCP", 3)]
+DAILY = ("sample", "features", SOME, BLOCKS)
+UNDER_MPIRUN = [(DAILY, "SHM", 4), (DAILY, "MPI", 3), (("sample", BLOCKS), "TCP", 3)]
 UNDER_MPIRUN += [
     pytest.param((cases,), transport, n, marks=pytest.mark.exhaustive)
     for cases in ("matrix", "features", "compressors")

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from cgx_ops import Communicator
-from cgx_ops.torch.graph import work
+from cgx_ops._core.refusal import refuse
 
 # The ranks of mpirun, which are known before torch's.
 RANK, SIZE = (int(os.environ[f"OMPI_COMM_WORLD_{name}"]) for name in ("RANK", "SIZE"))
@@ -67,5 +67,5 @@ def identical_on_all_ranks(x: torch.Tensor) -> None:
 
 def refused_start(comm: Communicator, *_: Any, name: str, **__: Any) -> NoReturn:
     """Replace work.start() or start_apart() on a rank without a thread; notify the other ranks."""
-    work.refuse(comm, name, -1, "no thread")
+    refuse(comm, name, -1, "no thread")
     raise dist.DistBackendError("no thread")

@@ -16,7 +16,7 @@ operation); the names follow the documents.
         segments       how each segment is sent, and who owns which part of it
         packing        small segments that are sent as one
         algorithms     who encodes which values, and the order of summation
-    collectives    allreduce, reduce_scatter, all_gather
+    collectives    allreduce, reduce_scatter, all_gather, all_to_all
         statistic      the expected quantization error of a tensor, as one number
         bound          error_bound: bound of nearest and shift rounding's difference from exact
         low_rank       PowerSGD, in float64: not bit for bit
@@ -27,7 +27,7 @@ operation); the names follow the documents.
 
 from .bound import error_bound
 from .codec import dequantize, encoded_bytes, quantize
-from .collectives import all_gather, allreduce, reduce_scatter
+from .collectives import all_gather, all_to_all, allreduce, reduce_scatter
 from .deep_gradient import DeepGradient, density_at
 from .low_rank import PowerSGD, given_up, given_up_bound
 from .momenta import CompressedAdamW, Signum
@@ -70,6 +70,7 @@ __all__ = [
     "Segment",
     "Signum",
     "all_gather",
+    "all_to_all",
     "allreduce",
     "combine",
     "density_at",

@@ -1,4 +1,4 @@
-"""Collectives: allreduce, reduce_scatter, all_gather."""
+"""Collectives: allreduce, reduce_scatter, all_gather, all_to_all."""
 
 from __future__ import annotations
 
@@ -232,6 +232,38 @@ def all_gather(
             out[at] = round_to(wire.seen(block[at], 0, rank, phase=1), dtype)
         outs.append(out)
     return np.concatenate(outs)
+
+
+def all_to_all(
+    inputs: Sequence[Values],
+    splits: Sequence[Sequence[int]],
+    segment: Segment,
+    *,
+    rounding: RoundingMode = "nearest",
+    seeds: Seeds | None = None,
+    minimal_size: int = 0,
+    skip_incomplete_buckets: bool = False,
+    noise_ranks: Sequence[int] | None = None,
+) -> list[Values]:
+    """Return each rank's blocks from all ranks. inputs[w]: rank w's blocks for all ranks.
+
+    splits[w][p]: the size of rank w's block for rank p. segment: the settings of every block.
+    """
+    world_size, dtype = len(inputs), inputs[0].dtype
+    received: list[list[Values]] = [[] for _ in inputs]
+    for rank, values in enumerate(inputs):
+        start = 0
+        for owner, numel in enumerate(splits[rank]):
+            block = values[start : start + numel]
+            start += numel
+            own = replace(segment, offset=0, numel=numel)
+            settings = _settings(own, dtype, rounding, minimal_size, skip_incomplete_buckets)
+            if owner != rank and not settings.exact:
+                seeds_here = _seeds(seeds, world_size, 0, settings, owner)
+                wire = Wire(settings, seeds_here, noise_ranks or range(world_size))
+                block = round_to(wire.seen(block, 0, rank, phase=0), dtype)
+            received[owner].append(block)
+    return [np.concatenate(blocks) for blocks in received]
 
 
 def _settings(

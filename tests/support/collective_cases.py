@@ -8,6 +8,7 @@ of each result (tests/ranks/run_collectives.py); the test computes the oracle's 
     FEATURES  verbs, ops, algorithms, gather_bits, minimal_size, incomplete buckets, many segments,
               special values
         COMPRESSORS  every compressor with its settings: algorithms x ops x sizes, and the features
+    ALL_TO_ALL  every compressor: sizes x equal, unequal and empty blocks, and the features
     HIERARCHICAL  several hosts: bits x intra_bits x dtype x op x size, and the features
 """
 
@@ -26,6 +27,7 @@ import numpy.typing as npt
 import reference
 
 from cgx_ops import Communicator, Config, InvalidArgument, Segment
+from cgx_ops._core import tables
 from cgx_ops.config import Algorithm, Compressor, Rounding
 
 DTYPES: dict[str, Any] = {
@@ -35,12 +37,14 @@ DTYPES: dict[str, Any] = {
 }
 SIZES = (0, 1, 15, 16, 17, 511, 512, 513, 100_003)
 BUCKETS = (1, 7, 64, 512, 1000)
+ROUNDINGS: tuple[Rounding, ...] = ("nearest", "stochastic", "shift")
 
 
 @dataclass(frozen=True)
 class Case:
     """One collective. segments: (offset, numel, bits, bucket_size); size is that of a block.
 
+    splits: how the blocks of an all_to_all differ in size; see sizes_of_blocks().
     feedback: an allreduce with a residual, whose new values are part of the result.
     """
 
@@ -65,6 +69,7 @@ class Case:
     clip: bool = False
     rate: float | None = None
     feedback: bool = False
+    splits: str = ""
 
     def seed(self, rank: int) -> int:
         """Return the seed of a rank's noise: 64 bits that differ between ranks and cases.
@@ -302,9 +307,36 @@ def _compressors() -> list[Case]:
     return cases
 
 
+def _all_to_all() -> list[Case]:
+    sizes = ((0, 7), (1, 64), (17, 7), (511, 64), (512, 100), (513, 512))
+    splits, dtypes = itertools.cycle(("uneven", "", "empty")), itertools.cycle(_DTYPES_IN_TURN)
+    options: list[dict[str, Any]] = [
+        *({"bits": bits, "rounding": rounding} for bits in (1, 4, 8) for rounding in ROUNDINGS),
+        {"bits": 32},
+        *of_compressors(),
+        {"skip_incomplete_buckets": True},
+        {"minimal_size": 512},
+        {"gather_bits": 8},
+        *({"special": special} for special in ("nan", "inf", "huge", "tiny", "zeros")),
+    ]
+    cases = [
+        Case(size, bucket_size=bucket_size, dtype=next(dtypes), splits=next(splits), **each)
+        for each, (size, bucket_size) in itertools.product(options, sizes)
+    ]
+    # Several messages per block, and several blocks of a codec without fixed length.
+    large: tuple[Compressor, ...] = ("uniform", "lossless", "entropy", "topk")
+    cases += [
+        Case(70_000, compressor=compressor, rounding="nearest", splits="uneven")
+        for compressor in large
+    ]
+    cases.append(Case(2**20 + 7, 8, splits="empty"))
+    return [replace(case, verb="all_to_all") for case in cases]
+
+
 SAMPLE = MATRIX[::7]  # 7 divides no argument's number of values: core/test_collectives.py
 FEATURES = _features()
 COMPRESSORS = _compressors()
+ALL_TO_ALL = _all_to_all()
 _NESTED = _hierarchical()
 # Several hosts: tests/core/test_hierarchical.py. 5 divides no argument's number of values.
 HIERARCHICAL = {"all": _NESTED, "sample": _NESTED[:-5:5] + _NESTED[-5:]}
@@ -314,6 +346,7 @@ SETS = {
     "features": FEATURES,
     "compressors": COMPRESSORS,
     "compressors, some": COMPRESSORS[::17],
+    "all_to_all": ALL_TO_ALL,
 }
 
 
@@ -323,10 +356,38 @@ def has_rounding(case: Case) -> bool:
     return case.compressor in ("uniform", "half", "entropy", *formats)
 
 
+def sizes_of_blocks(case: Case, world_size: int) -> list[list[int]]:
+    """Return the sizes of each rank's blocks for all ranks, in an all_to_all.
+
+    "": all have the case's size. "uneven": from 0 to twice that size. "empty": only the first rank
+    sends, and nothing to itself.
+    """
+    ranks = range(world_size)
+    match case.splits:
+        case "":
+            return [[case.size] * world_size for _ in ranks]
+        case "uneven":
+            return [[case.size * ((3 * a + 5 * b) % 7) // 3 for b in ranks] for a in ranks]
+        case "empty":
+            return [[case.size if a == 0 != b else 0 for b in ranks] for a in ranks]
+        case _:
+            raise ValueError(case.splits)
+
+
+def _numel_in(case: Case, rank: int, world_size: int) -> int:
+    match case.verb:
+        case "reduce_scatter":
+            return case.size * world_size
+        case "all_to_all":
+            return sum(sizes_of_blocks(case, world_size)[rank])
+        case _:
+            return case.size
+
+
 def inputs(case: Case, rank: int, world_size: int) -> npt.NDArray[Any]:
-    """Return a rank's input: `world_size` blocks for reduce_scatter, otherwise one."""
+    """Return a rank's input: a block for each rank or, in allreduce and all_gather, one."""
     random = np.random.default_rng([abs(case.seed(rank)) % 2**32, rank])
-    numel = case.size * (world_size if case.verb == "reduce_scatter" else 1)
+    numel = _numel_in(case, rank, world_size)
     x = random.standard_normal(numel).astype(np.float32)
     if case.special and numel:
         at = random.integers(0, numel, 3)
@@ -413,10 +474,20 @@ def run(case: Case, comm: Communicator) -> str:
     segments = segments_of(case, config)
     x = inputs(case, comm.rank, comm.size)
     kept = x.copy()
-    call, residual = getattr(comm, case.verb), residual_of(case, comm.rank)
-    op = () if case.verb == "all_gather" else (case.op,)
-    lost = {} if residual is None else {"residual": residual}
-    result = call(x, *op, config=config, segments=segments, seed=case.seed(comm.rank), **lost)
+    residual = residual_of(case, comm.rank)
+    options: dict[str, Any] = {"config": config, "seed": case.seed(comm.rank)}
+    if case.verb == "all_to_all":
+        sizes = sizes_of_blocks(case, comm.size)
+        if case.splits:
+            options["input_split_sizes"] = sizes[comm.rank]
+            options["output_split_sizes"] = [sent[comm.rank] for sent in sizes]
+    else:
+        options["segments"] = segments
+    if tables.VERBS[case.verb]["reduces"]:
+        options["op"] = case.op
+    if residual is not None:
+        options["residual"] = residual
+    result = getattr(comm, case.verb)(x, **options)
     assert x.tobytes() == kept.tobytes(), f"the input changed: {case}"
     return digest(result_of(result, residual))
 
@@ -455,6 +526,9 @@ def expected(
         "skip_incomplete_buckets": case.skip_incomplete_buckets,
     }
     with np.errstate(all="ignore"):
+        if case.verb == "all_to_all":
+            sizes = sizes_of_blocks(case, world_size)
+            return [digest(y) for y in reference.all_to_all(xs, sizes, *segments, **options)]
         if case.verb == "all_gather":
             return [digest(reference.all_gather(xs, segments, **options))] * world_size
         options["op"] = case.op

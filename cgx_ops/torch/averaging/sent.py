@@ -5,8 +5,9 @@ from collections.abc import Callable, Sequence
 import torch
 
 from cgx_ops import Communicator, Config, Segment
+from cgx_ops._core.refusal import reason_of, refuse
 from cgx_ops.torch.graph.carried import Carrier
-from cgx_ops.torch.graph.work import Residuals, reason_of, refuse, start
+from cgx_ops.torch.graph.work import Residuals, start
 
 
 class Sent:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from cgx_ops import Communicator, Config, Rules, Segment
 from cgx_ops._core import tables
 from cgx_ops._core.call import call_seed
+from cgx_ops._core.refusal import reason_of, refuse
 from cgx_ops.config import require_feedback
 from cgx_ops.errors import InvalidArgument, checked_seed
 from cgx_ops.rules import require_rules
@@ -27,7 +28,7 @@ from cgx_ops.torch.graph.carried import Carrier
 from cgx_ops.torch.graph.carried_on_cpu import CpuCarrier
 from cgx_ops.torch.graph.carried_on_cuda import CudaCarrier, can_gather
 from cgx_ops.torch.graph.work import Residuals as ResidualsOfSegments
-from cgx_ops.torch.graph.work import future_of, reason_of, refuse, start
+from cgx_ops.torch.graph.work import future_of, start
 
 _log = logging.getLogger(__name__)
 _GROUP = "group of rank"  # key of a group in checkpoints, with its lowest rank

@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from cgx_ops import Config, Rules
 from cgx_ops._core.call import Op
+from cgx_ops._core.refusal import or_refuse
 from cgx_ops._core.tables import EXACT_BITS
 from cgx_ops.config import require_feedback
 from cgx_ops.errors import InvalidArgument, checked_seed
@@ -31,7 +32,7 @@ from cgx_ops.torch.backend.groups import communicator_of
 from cgx_ops.torch.fsdp.block import Block, rows_of
 from cgx_ops.torch.fsdp.feedback import Feedback
 from cgx_ops.torch.fsdp.state import State
-from cgx_ops.torch.graph.work import or_refuse, start
+from cgx_ops.torch.graph.work import start
 
 #: Settings of QSDP for gradients: 8 bits in buckets of 1024.
 GRADIENTS = Config(bits=8, bucket_size=1024)

@@ -21,9 +21,10 @@ import torch.distributed as dist
 from cgx_ops import Config, Segment
 from cgx_ops._core import library, structs, tables
 from cgx_ops._core.call import Call, Op
+from cgx_ops._core.refusal import reason_of
 from cgx_ops.errors import CgxError
 from cgx_ops.torch._compat import parallel
-from cgx_ops.torch.graph.work import DTYPES, Residuals, reason_of, set_residuals
+from cgx_ops.torch.graph.work import DTYPES, Residuals, set_residuals
 
 _FAILURE = "failure"  # key in the store: the first rank that failed, and the reason
 

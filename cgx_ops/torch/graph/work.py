@@ -1,15 +1,13 @@
 """Start collectives of the core on torch tensors, as an asynchronous Work.
 
 start() is for any collective, start_apart() for an allreduce of separate tensors in one message.
-future_of() is for DDP hooks. refuse() and or_refuse() report that this rank will not start a
-collective. Compiled models use the operators of ops.py instead.
+future_of() is for DDP hooks. Compiled models use the operators of ops.py instead.
 """
 
-import contextlib
 import functools
 import os
-from collections.abc import Callable, Iterator, Sequence
-from ctypes import addressof, byref, c_int32, c_void_p, pointer
+from collections.abc import Callable, Sequence
+from ctypes import addressof, c_int32, c_void_p, pointer
 from typing import Any, ParamSpec
 
 import torch
@@ -18,7 +16,7 @@ import torch.distributed as dist
 from cgx_ops import Communicator, Config, Segment, _torch_ops
 from cgx_ops._core import at_exit, library, structs, tables
 from cgx_ops._core.call import Call, Op, Verb
-from cgx_ops.errors import KINDS, Closed, InvalidArgument, PeerFailed, Unsupported
+from cgx_ops.errors import InvalidArgument, Unsupported
 
 # cgx_dtype_t
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
@@ -153,35 +151,6 @@ def start(
     next_call = comm.next_call if occurrence is None else lambda _: occurrence
     call.draw_seed(collective, comm.name, next_call)
     return _torch_ops.start(addressof(collective), input, output, held, asynchronous)
-
-
-def refuse(comm: Communicator, name: str, occurrence: int, reason: str) -> None:
-    """Report to the other ranks that this one will not start a call; theirs raises the reason."""
-    call = structs.Collective(comm=comm.id, name=library.encode(name), occurrence=occurrence)
-    with contextlib.suppress(Closed):  # the other ranks have the reason already
-        library.call("cgx_refuse", byref(call), KINDS.index(PeerFailed), library.encode(reason))
-
-
-@contextlib.contextmanager
-def or_refuse(comm: Communicator, name: str, occurrence: int = -1) -> Iterator[None]:
-    """Refuse a call if the block before it fails, so that the other ranks do not wait.
-
-    Args:
-        comm: the ranks.
-        name: name of the call.
-        occurrence: index of the call among those of its name, counted from 0; -1: this rank's next
-            one.
-    """
-    try:
-        yield
-    except Exception as error:
-        refuse(comm, name, occurrence, reason_of(error))
-        raise
-
-
-def reason_of(error: BaseException) -> str:
-    """Return the text by which other ranks report an error of this rank."""
-    return f"{type(error).__name__}: {error}"
 
 
 def start_apart(

@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 
 from cgx_ops import Communicator, Config, Segment
+from cgx_ops._core.refusal import or_refuse, reason_of, refuse
 from cgx_ops._core.tables import EXACT_BITS
-from cgx_ops.torch.graph.work import Residuals, future_of, or_refuse, reason_of, refuse, start
+from cgx_ops.torch.graph.work import Residuals, future_of, start
 
 _EXACT = Config(bits=EXACT_BITS)
 
