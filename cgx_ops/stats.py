@@ -33,7 +33,8 @@ class Stats:
         collectives: Number of collectives.
         bytes_in: Bytes of the input on this rank. Elements outside all segments do not count.
         bytes_plain: Bytes that an uncompressed collective would send at least. For n ranks this is
-            `bytes_in` times 2(n-1)/n (allreduce), (n-1)/n (reduce_scatter) or n-1 (all_gather).
+            `bytes_in` times 2(n-1)/n (allreduce), (n-1)/n (reduce_scatter) or n-1 (all_gather). For
+            all_to_all it is the size of the blocks for other ranks.
         bytes_sent: Bytes that this rank sent to all peers: encoded values and headers. Collectives
             in flight and failed ones count, too.
         agree_seconds: Time from a call until all ranks had made the same call. Mostly this is

@@ -52,6 +52,7 @@ _CALLS: _Calls = [
         cgx_ops.jax.psum_scatter_q,
     ),
     ("Gather", Communicator.all_gather, cgx_ops.torch.all_gather, cgx_ops.jax.all_gather_q),
+    ("Exchange blocks", Communicator.all_to_all, None, None),
     ("Gradients in backward", None, cgx_ops.torch.compress_grads, cgx_ops.jax.compress_grads),
     (
         "Gradients with error feedback",

@@ -50,6 +50,7 @@ _SMALL = (
     Case(50_000, 4, 512, rounding="nearest", algorithm="hierarchical"),
     Case(1234, 8, 100, rounding="nearest", verb="reduce_scatter"),
     Case(1234, 4, 100, rounding="nearest", verb="all_gather"),
+    Case(1234, 4, 100, rounding="nearest", verb="all_to_all", splits="uneven"),
     Case(
         8000,
         rounding="nearest",
@@ -119,19 +120,15 @@ def prepare(
     case: Case, comm: Communicator, *, asynchronous: bool = False, **options: Any
 ) -> Callable[[], Any]:
     """Return a call of the library on a fresh copy of the input."""
-    config = collective_cases.config_of(case)
-    segments = collective_cases.segments_of(case, config)
-    options |= {"config": config, "segments": segments, "seed": case.seed(comm.rank)}
+    options |= collective_cases.options_of(case, comm)
     function = getattr(comm, case.verb + ("_async" if asynchronous else ""))
     arguments = [_inputs(case, comm.rank, comm.size).copy()]
-    if case.verb != "all_gather":
-        arguments.append(case.op)
     residual = collective_cases.residual_of(case, comm.rank)
     if residual is None:
-        return lambda: function(arguments.pop(0), *arguments, **options)
+        return lambda: function(arguments.pop(), **options)
 
     def begun_or_done() -> Any:
-        given = function(arguments.pop(0), *arguments, residual=residual, **options)
+        given = function(arguments.pop(), residual=residual, **options)
         if asynchronous:
             return _Keeping(given, residual)
         return collective_cases.result_of(given, residual)

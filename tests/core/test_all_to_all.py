@@ -5,7 +5,7 @@ core/test_collectives.py compares results with the oracle, on all transports.
 
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from ctypes import byref, c_int64, c_void_p
 from typing import Any
@@ -37,7 +37,7 @@ def sends(rank: int, peer: int) -> int:
     return (2 * rank + peer) % 4
 
 
-def sizes(rank: int) -> dict[str, list[int]]:
+def sizes(rank: int) -> dict[str, Any]:
     """Return a rank's arguments for these blocks."""
     return {
         "input_split_sizes": [sends(rank, peer) for peer in range(3)],
@@ -79,12 +79,13 @@ def test_equal_blocks() -> None:
         expected = np.concatenate([(ROWS + 100 * r)[2 * rank : 2 * rank + 2] for r in range(3)])
         explicit = [2, 2, 2]
         out = np.empty_like(x)
-        for given in (
+        forms: list[dict[str, Any]] = [
             {},
             {"input_split_sizes": explicit},
             {"output_split_sizes": np.array(explicit)},
             {"out": out},
-        ):
+        ]
+        for given in forms:
             assert (comm.all_to_all(x, EXACT, **given) == expected).all()
         # Rows of `out` are divided, whatever the input has.
         only = {"input_split_sizes": [3, 3, 3] if rank == 0 else [0, 0, 0]}
@@ -371,11 +372,10 @@ def test_bytes_and_statistics() -> None:
         x = np.ones(sum(numels), np.float32)
         received = np.empty(3 * numels[rank], np.float32)
         before = comm.stats()
-        arguments: dict[str, Sequence[int]] = {
-            "input_split_sizes": numels,
-            "output_split_sizes": [numels[rank]] * 3,
-        }
-        comm.all_to_all(x, bits=4, out=received, **arguments)
+        expected = [numels[rank]] * 3
+        comm.all_to_all(
+            x, bits=4, out=received, input_split_sizes=numels, output_split_sizes=expected
+        )
         after = comm.stats()
         others = [numel for peer, numel in enumerate(numels) if peer != rank]
         payload = sum(map(encoded, others))
@@ -386,7 +386,7 @@ def test_bytes_and_statistics() -> None:
             comm.id, tables.DTYPES["float32"], x.ctypes.data, received.ctypes.data, 0
         )
         call.input_splits = (c_int64 * 3)(*numels)
-        call.output_splits = (c_int64 * 3)(*[numels[rank]] * 3)
+        call.output_splits = (c_int64 * 3)(*expected)
         plan = structs.Plan()
         library.call("cgx_plan", byref(call), byref(plan))
         assert (plan.payload_bytes, plan.exact_bytes) == (payload, 4 * sum(others))

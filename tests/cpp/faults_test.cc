@@ -144,6 +144,22 @@ bool all_gather(Communicator& communicator, int number) {
   return true;
 }
 
+bool all_to_all(Communicator& communicator, int number) {
+  const int64_t block = kMany / 2;
+  Values input(communicator.size * block), output(communicator.size * block);
+  for (size_t i = 0; i < input.size(); ++i) {
+    const auto at = static_cast<int64_t>(i);
+    input[i] = value(communicator.rank, at % block, number + static_cast<int>(at / block));
+  }
+  run_on_blocks(communicator, CGX_ALL_TO_ALL, block, input, &output);
+  for (size_t i = 0; i < output.size(); ++i) {
+    const auto at = static_cast<int64_t>(i);
+    if (output[i] != value(static_cast<int>(at / block), at % block, number + communicator.rank))
+      return false;
+  }
+  return true;
+}
+
 bool exchange(Communicator& communicator, int number) {
   const auto blob = [&](int rank) { return Bytes(300 + rank, std::byte(rank + number)); };
   std::vector<int> everyone(communicator.size);
@@ -199,6 +215,7 @@ const std::vector<Subject>& subjects() {
       {"several", {0, 0, 0}, several},
       {"reduce_scatter", {0, 0, 0}, reduce_scatter},
       {"all_gather", {0, 0, 0}, all_gather},
+      {"all_to_all", {0, 0, 0}, all_to_all},
       {"exchange", {0, 0, 0}, exchange},
       {"relay", {0, 0}, relay},
   };

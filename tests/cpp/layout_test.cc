@@ -119,6 +119,46 @@ void test_codec_without_fixed_length() {
   }
 }
 
+// The sender and the receiver of a block cut it equally, whatever the sizes of other blocks.
+void test_blocks() {
+  constexpr int kSize = 3;
+  constexpr int64_t kSizes[kSize][kSize] = {{0, 1, 70'000}, {300'000, 17, 0}, {513, 4096, 8}};
+  const std::vector<cgx_segment_t> segments{{0, 0, 512, 4, 0, nullptr}};
+  for (const int compressor : {CGX_UNIFORM, CGX_ENTROPY}) {
+    std::vector<Plan> plans;
+    for (int rank = 0; rank < kSize; ++rank) {
+      cgx_collective_t call = call_of(CGX_ALL_TO_ALL, CGX_AUTO, segments, 0);
+      call.config.compressor = compressor;
+      int64_t expected[kSize];
+      for (int peer = 0; peer < kSize; ++peer) expected[peer] = kSizes[peer][rank];
+      call.input_splits = kSizes[rank];
+      call.output_splits = expected;
+      plans.push_back(make_plan(call, rank, kSize));
+      plans.back().chunk_bytes = fitting_chunk_bytes(plans.back(), kChunkBytes);
+    }
+    for (int from = 0; from < kSize; ++from) {
+      for (int to = 0; to < kSize; ++to) {
+        const Layout sender(plans[from]), receiver(plans[to]);
+        const Shard &sent = sender.shard(to), &received = receiver.received(from);
+        CHECK(sent.chunks.size() == received.chunks.size(), "%d to %d", from, to);
+        CHECK(sent.pieces.size() == received.pieces.size(), "%d to %d", from, to);
+        int64_t next = 0;
+        for (size_t i = 0; i < sent.pieces.size(); ++i) {
+          CHECK(sent.pieces[i].first_index == next, "piece %zu", i);
+          CHECK(received.pieces[i].first_index == next, "piece %zu", i);
+          CHECK(received.pieces[i].numel == sent.pieces[i].numel, "piece %zu", i);
+          next += sent.pieces[i].numel;
+        }
+        CHECK(next == (from == to ? 0 : kSizes[from][to]), "%d to %d", from, to);
+        for (size_t i = 0; i < sent.chunks.size(); ++i)
+          CHECK(sent.chunks[i].length[Stage::kScatter].most ==
+                    received.chunks[i].length[Stage::kScatter].most,
+                "chunk %zu", i);
+      }
+    }
+  }
+}
+
 void test_ring() {
   for (const int size : {2, 3, 4, 8, 11}) {
     for (int rank = 0; rank < size; ++rank) {
@@ -152,6 +192,7 @@ void test_shards_of_huge_tensors() {
 int main() {
   test_layouts();
   test_codec_without_fixed_length();
+  test_blocks();
   test_ring();
   test_shards_of_huge_tensors();
   std::puts("passed");

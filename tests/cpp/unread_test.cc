@@ -51,7 +51,7 @@ UnreadPort run_until(Step end, const Row& row, int64_t chunk_bytes, int64_t unre
   const auto size = static_cast<int64_t>(row.hosts.size());
   const cgx_segment_t segment{0, 20 << 20, row.bucket_size, row.bits, 0, nullptr};
   // Shared by all runs, to allocate this memory only once.
-  static std::vector<float> values(segment.numel), results(3 * segment.numel);
+  static std::vector<float> values(3 * segment.numel), results(3 * segment.numel);
   auto call = make<cgx_collective_t>();
   call.verb = row.verb;
   call.config.algorithm = row.algorithm;
@@ -87,6 +87,7 @@ void test_limits() {
       {CGX_ALLREDUCE, CGX_SRA, {0, 0, 0}, 8, 512, 2, 64, 1},
       {CGX_ALLREDUCE, CGX_SRA, {0, 0}, 8, 1 << 17, 1, 64, 1},  // buckets longer than a chunk
       {CGX_ALL_GATHER, CGX_AUTO, {0, 0, 0}, 8, 512, 2, 64, 2},
+      {CGX_ALL_TO_ALL, CGX_AUTO, {0, 0, 0}, 8, 512, 1, 64, 1},
       {CGX_ALLREDUCE, CGX_ONE_SHOT, {0, 0}, 4, 512, 1, 64, 1},
       {CGX_ALLREDUCE, CGX_ONE_SHOT, {0, 0, 0}, 8, 1 << 17, 1, 64, 2},
       {CGX_ALLREDUCE, CGX_HIERARCHICAL, {0, 0, 1, 1}, 32, 512, 8, 32, 1},

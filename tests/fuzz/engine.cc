@@ -40,6 +40,7 @@ constexpr Scenario kScenarios[] = {
     {CGX_ALLREDUCE, CGX_HIERARCHICAL, {0, 0, 1, 1}, 512, 4},
     {CGX_REDUCE_SCATTER, CGX_SRA, {0, 0, 0, 0}, 128, 4},
     {CGX_ALL_GATHER, CGX_SRA, {0, 0, 0, 0}, 128, 4},
+    {CGX_ALL_TO_ALL, CGX_SRA, {0, 0, 0, 0}, 128, 4},
     {},  // exchange
     {},  // relay
 };
@@ -159,9 +160,9 @@ std::unique_ptr<Algorithm> make(int which, Memory& memory, Agreement* agreement,
   static const std::shared_ptr<const Topology> topologies[] = {
       std::make_shared<Topology>(std::vector<int>{0, 0, 0, 0}),
       std::make_shared<Topology>(std::vector<int>{0, 0, 1, 1})};
-  const int64_t blocks = scenario.verb == CGX_ALLREDUCE ? 1 : kSize;
-  memory.input.resize(scenario.numel * (scenario.verb == CGX_REDUCE_SCATTER ? blocks : 1));
-  memory.output.resize(scenario.numel * (scenario.verb == CGX_ALL_GATHER ? blocks : 1));
+  const Verb& verb = verb_of(scenario.verb);
+  memory.input.resize(scenario.numel * (verb.blocks_in ? kSize : 1));
+  memory.output.resize(scenario.numel * (verb.blocks_out ? kSize : 1));
   const cgx_segment_t segment{0, scenario.numel, 16, scenario.bits, 0, nullptr};
   auto call = cgx::make<cgx_collective_t>();
   call.verb = scenario.verb;

@@ -468,26 +468,28 @@ def segments_of(case: Case, config: Config) -> list[Segment] | None:
     ] or None
 
 
+def options_of(case: Case, comm: Communicator) -> dict[str, Any]:
+    """Return the arguments of the library's call on this rank, except for arrays."""
+    config = config_of(case)
+    options: dict[str, Any] = {"config": config, "seed": case.seed(comm.rank)}
+    if case.verb != "all_to_all":
+        options["segments"] = segments_of(case, config)
+    elif case.splits:
+        sizes = sizes_of_blocks(case, comm.size)
+        options["input_split_sizes"] = sizes[comm.rank]
+        options["output_split_sizes"] = [sent[comm.rank] for sent in sizes]
+    if tables.VERBS[case.verb]["reduces"]:
+        options["op"] = case.op
+    return options
+
+
 def run(case: Case, comm: Communicator) -> str:
     """Call the library on this rank and return its result's digest."""
-    config = config_of(case)
-    segments = segments_of(case, config)
     x = inputs(case, comm.rank, comm.size)
     kept = x.copy()
     residual = residual_of(case, comm.rank)
-    options: dict[str, Any] = {"config": config, "seed": case.seed(comm.rank)}
-    if case.verb == "all_to_all":
-        sizes = sizes_of_blocks(case, comm.size)
-        if case.splits:
-            options["input_split_sizes"] = sizes[comm.rank]
-            options["output_split_sizes"] = [sent[comm.rank] for sent in sizes]
-    else:
-        options["segments"] = segments
-    if tables.VERBS[case.verb]["reduces"]:
-        options["op"] = case.op
-    if residual is not None:
-        options["residual"] = residual
-    result = getattr(comm, case.verb)(x, **options)
+    lost = {} if residual is None else {"residual": residual}
+    result = getattr(comm, case.verb)(x, **options_of(case, comm), **lost)
     assert x.tobytes() == kept.tobytes(), f"the input changed: {case}"
     return digest(result_of(result, residual))
 
