@@ -31,8 +31,9 @@ class Communicator:
     """A group of ranks that run collectives together.
 
     init(), local(), create(), split(), group() and find() return communicators. All ranks must call
-    each collective with equal arguments, except arrays, `seed` and `timeout`. Calls without a name
-    match in program order, so threads that share a communicator must name their calls.
+    each collective with equal arguments, except arrays, sizes of blocks, `seed` and `timeout`.
+    Calls without a name match in program order, so threads that share a communicator must name
+    their calls.
 
     Collectives accept float32, float16 and bfloat16 arrays of any shape; arrays that are not
     contiguous are copied. `out` must be C-contiguous, with the shape and dtype of the result.

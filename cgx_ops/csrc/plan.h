@@ -62,7 +62,8 @@ struct Plan {
   std::shared_ptr<const Topology> topology;  // null: unknown
   int64_t divisor = 1;                       // of avg
   std::vector<Segment> segments;             // of each block
-  // The segments of the block for, or from, each rank. Empty unless verb->exchanges().
+  // all_to_all: the segments of the block for, or from, each rank. With splits, a block has the
+  // segment of `segments`, but in the block's size.
   std::vector<std::vector<Segment>> sends, receives;
   std::shared_ptr<const Packing> packing;  // of small segments (algorithm/packing.h), or null
   int64_t block_numel = 0;                 // elements of a block
