@@ -278,8 +278,7 @@ Plan make_plan(const cgx_collective_t& call, int rank, int size, BuffersUsed use
     segment.output_at =
         call.outputs ? distance(plan.output, call.outputs[i]) : plan.bytes(given.offset);
     if (call.residuals) segment.residual = static_cast<std::byte*>(call.residuals[i]);
-    // With splits the numbers of elements differ between blocks and ranks. What ranks compare must
-    // not depend on them.
+    // With splits, sizes differ between ranks. Fields that ranks compare must not depend on them.
     set_codecs(config, plan.dtype, call.input_splits ? kMostElements : given.numel, &segment);
     if (segment.residual) check_feedback(segment.codecs.each, segment.rounding);
     compressed |= given.bits != kExactBits && !compressor_entry(config.compressor).exact;
