@@ -197,6 +197,9 @@ void unsupported_calls() {
       CHECK(contains(text, part), "%s", text.c_str());
     };
     refused(ring, "one_shot and sra");
+    Case blocks;
+    blocks.verb = CGX_ALL_TO_ALL;
+    refused(blocks, "all_to_all is not supported on GPUs yet");
     Case sparse;
     sparse.compressor = CGX_TOPK;
     sparse.density = 300'000'000;
