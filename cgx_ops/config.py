@@ -248,11 +248,11 @@ def require_feedback(config: Config) -> None:
         raise InvalidArgument(f"{error}; or Config(error_feedback=False)") from None
 
 
-def check_config(config: Config | None) -> None:
-    """Raise InvalidArgument unless the argument is a Config or None."""
+def check_config(config: Config | None, what: str = "config") -> None:
+    """Raise InvalidArgument, naming the argument, unless it is a Config or None."""
     if config is not None and not isinstance(config, Config):
         remedy = "; calls with several tensors take rules=" if hasattr(config, "rules") else ""
-        raise InvalidArgument(f"config is {config!r}; it must be a cgx_ops.Config, or None{remedy}")
+        raise InvalidArgument(f"{what} is {config!r}; it must be a cgx_ops.Config, or None{remedy}")
 
 
 class Keywords(TypedDict, total=False):

@@ -68,6 +68,13 @@ Buffers checked_buffers(const at::Tensor& x, const Seed& seed, const Options& op
   return {.input = x.contiguous(), .output = at::empty_like(x, at::MemoryFormat::Contiguous)};
 }
 
+// `splits`, which may be null, must outlive the call.
+void set_splits(const Splits* splits, CallBuilder* call) {
+  if (!splits) return;
+  call->fields.input_splits = splits->input.data();
+  call->fields.output_splits = splits->output.data();
+}
+
 }  // namespace
 
 void find_groups_by(GroupFinder finder, GroupSizer sizer) {
@@ -91,10 +98,12 @@ void report_exact_reduce_scatter(int64_t rank, int64_t size) {
     start_report.load()("reduce_scatter", "bits=32", rank, size, kTorchsCollectives);
 }
 
-void run(const Buffers& buffers, at::IntArrayRef numels, const Seed& seed, const Options& options) {
+void run(const Buffers& buffers, at::IntArrayRef numels, const Seed& seed, const Options& options,
+         const Splits* splits) {
   const at::Tensor& input = buffers.input;
   CallBuilder call = make_call(numels, input.scalar_type(), addresses_of(buffers),
                                seed_of(seed, options), options);
+  set_splits(splits, &call);
   call.fields.comm = communicator_of(options);
   const cgx_collective_t& collective = call.get();
   at::RecordFunction record(at::RecordScope::USER_SCOPE);
@@ -107,14 +116,26 @@ void run(const Buffers& buffers, at::IntArrayRef numels, const Seed& seed, const
 }
 
 c10::intrusive_ptr<c10d::Work> launch(Buffers buffers, at::IntArrayRef numels, const Seed& seed,
-                                      const Options& options) {
+                                      const Options& options, const Splits* splits) {
   const OwnSeed own = seed_of(seed, options);
   buffers.seed = own.on_device;
   CallBuilder call =
       make_call(numels, buffers.input.scalar_type(), addresses_of(buffers), own, options);
+  set_splits(splits, &call);
   call.fields.comm = communicator_of(options);
   const auto type = torch_verb(options.verb).type;
   return start(call.get(), std::move(buffers), type);
+}
+
+void or_refuse(const Options& options, const std::function<void()>& check) {
+  try {
+    check();
+  } catch (const c10::Error& error) {
+    CallBuilder call = options.collective();
+    call.fields.comm = communicator_of(options);
+    cgx_refuse(&call.get(), CGX_PEER_FAILED, error.what_without_backtrace());
+    throw;
+  }
 }
 
 void check_seed(const at::Tensor& x, const Seed& seed, const Options& options) {

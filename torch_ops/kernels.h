@@ -4,9 +4,11 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <functional>
 #include <optional>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "cgx/cgx.h"
 #include "options.h"
@@ -36,13 +38,23 @@ void report_exact_reduce_scatter(int64_t rank, int64_t size);
 // Replaces the core's transport in reports.
 inline constexpr char kTorchsCollectives[] = "torch's collectives";
 
+// Elements of the blocks of an all_to_all, by rank.
+struct Splits {
+  std::vector<int64_t> input, output;
+};
+
 // Reduces `input` into `output`. Both are contiguous, on one device, of one dtype and size, and may
-// be the same tensor. `numels` are the sizes of the tensors packed in it. Options::check and
-// check_seed must have been called. run() blocks (CPU) or enqueues on the current stream (CUDA);
-// launch() does neither.
-void run(const Buffers& buffers, at::IntArrayRef numels, const Seed& seed, const Options& options);
+// be the same tensor. `numels` are the sizes of the tensors packed in it; {0} with `splits`.
+// Options::check and check_seed must have been called. run() blocks (CPU) or enqueues on the
+// current stream (CUDA); launch() does neither.
+void run(const Buffers& buffers, at::IntArrayRef numels, const Seed& seed, const Options& options,
+         const Splits* splits = nullptr);
 c10::intrusive_ptr<c10d::Work> launch(Buffers buffers, at::IntArrayRef numels, const Seed& seed,
-                                      const Options& options);
+                                      const Options& options, const Splits* splits = nullptr);
+
+// Runs `check`. If it throws, tells the other ranks that this one will not start the call, so that
+// they do not wait: for arguments that may be invalid on one rank only.
+void or_refuse(const Options& options, const std::function<void()>& check);
 
 // Throws unless there is a seed on the CPU or on x's device, if `options` need one.
 void check_seed(const at::Tensor& x, const Seed& seed, const Options& options);

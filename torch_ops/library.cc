@@ -9,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include "all_to_all.h"
 #include "allreduce.h"
 #include "carried.h"
 #include "cgx/cgx.h"
@@ -38,6 +39,9 @@ namespace cgx::torch_ops {
   "-> Tensor[]"
 #define CGX_ALL_GATHER_SCHEMA \
   "(Tensor x, Tensor? seed, str call, int group_size, str group_name) -> Tensor"
+#define CGX_ALL_TO_ALL_SCHEMA                                                                    \
+  "(Tensor x, SymInt[] output_split_sizes, SymInt[] input_split_sizes, Tensor? seed, str call, " \
+  "str group_name) -> Tensor"
 #define CGX_CARRIED_OPTIONS "Tensor? seed, str call, int rank, int size, int noise_rank"
 
 TORCH_LIBRARY(cgx, m) {
@@ -59,6 +63,10 @@ TORCH_LIBRARY(cgx, m) {
   define("quantized_reduce_scatter_with_feedback(Tensor x, Tensor residual, " CGX_PUBLIC_OPTIONS
          ") -> (Tensor, Tensor)");
   define("quantized_all_gather(Tensor x, " CGX_FIRST_OPTIONS CGX_OTHER_OPTIONS ") -> Tensor");
+  define(
+      "quantized_all_to_all(Tensor x, SymInt[]? output_split_sizes=None, SymInt[]? "
+      "input_split_sizes=None, " CGX_FIRST_OPTIONS CGX_OTHER_OPTIONS
+      ", str grad_config=\"\") -> Tensor");
 
   // flexible_layout: `distinct` has no strides to keep, which checkpoints in compiled autograd
   // would check otherwise.
@@ -75,6 +83,7 @@ TORCH_LIBRARY(cgx, m) {
   for (const std::string form : {"", "_start", "_start.borrow"}) {
     define(("quantized_reduce_scatter_tensor" + form + CGX_REDUCE_SCATTER_SCHEMA).c_str());
     define(("quantized_all_gather_into_tensor" + form + CGX_ALL_GATHER_SCHEMA).c_str());
+    define(("quantized_all_to_all_single" + form + CGX_ALL_TO_ALL_SCHEMA).c_str());
   }
 
   define("carried_encode(Tensor[] xs, Tensor[] residuals, int bytes, " CGX_CARRIED_OPTIONS
@@ -85,6 +94,7 @@ TORCH_LIBRARY(cgx, m) {
   define("carried_decode(Tensor[] like, Tensor gathered, " CGX_CARRIED_OPTIONS ") -> Tensor[]");
 }
 
+#undef CGX_ALL_TO_ALL_SCHEMA
 #undef CGX_ALL_GATHER_SCHEMA
 #undef CGX_REDUCE_SCATTER_SCHEMA
 #undef CGX_COALESCED_SCHEMA
@@ -104,6 +114,7 @@ TORCH_LIBRARY_IMPL(cgx, CompositeImplicitAutograd, m) {
   m.impl("quantized_reduce_scatter", quantized_reduce_scatter);
   m.impl("quantized_reduce_scatter_with_feedback", quantized_reduce_scatter_with_feedback);
   m.impl("quantized_all_gather", quantized_all_gather);
+  m.impl("quantized_all_to_all", quantized_all_to_all);
 }
 
 // No operator is tagged cudagraph_unsafe; torch's own collectives are not either. Compilers capture
@@ -121,6 +132,9 @@ static void impl_collectives(torch::Library& m) {
   m.impl("quantized_all_gather_into_tensor", all_gather_kernel);
   m.impl("quantized_all_gather_into_tensor_start", start_all_gather_kernel);
   m.impl("quantized_all_gather_into_tensor_start.borrow", borrow_all_gather_kernel);
+  m.impl("quantized_all_to_all_single", all_to_all_kernel);
+  m.impl("quantized_all_to_all_single_start", start_all_to_all_kernel);
+  m.impl("quantized_all_to_all_single_start.borrow", borrow_all_to_all_kernel);
   m.impl("carried_encode", carried_encode_kernel);
   m.impl("carried_reduce", carried_reduce_kernel);
   m.impl("carried_decode", carried_decode_kernel);
@@ -148,6 +162,7 @@ TORCH_LIBRARY_IMPL(cgx, Meta, m) {
   for (const std::string form : {"", "_start", "_start.borrow"}) {
     m.impl(("quantized_reduce_scatter_tensor" + form).c_str(), reduce_scatter_meta);
     m.impl(("quantized_all_gather_into_tensor" + form).c_str(), all_gather_meta);
+    m.impl(("quantized_all_to_all_single" + form).c_str(), all_to_all_meta);
   }
   m.impl("carried_encode", carried_encode_meta);
   m.impl("carried_reduce", carried_reduce_meta);

@@ -220,6 +220,14 @@ void Options::check(const at::Tensor& x) const {
   }
 }
 
+void Options::check_native() const {
+  if (!carried()) return;
+  C10_THROW_ERROR(NotImplementedError,
+                  c10::str(operator_name(verb),
+                           ": carrier 'c10d' supports quantized_allreduce only; use "
+                           "carrier='native', which supports groups of any backend"));
+}
+
 Options Options::gradient() const {
   const char* const caller = operator_name(verb);
   if (!is_linear(choose(kOps, caller, "op", op))) {

@@ -64,6 +64,8 @@ struct Options {
 
   // Throws ValueError (options) or TypeError (tensor). The text names the remedy.
   void check(const at::Tensor& x) const;
+  // Throws NotImplementedError if torch's own collectives should send the messages.
+  void check_native() const;
 
   bool needs_seed() const { return seed_use != CGX_SEED_UNUSED; }
   // Whether torch's own collectives send the messages.

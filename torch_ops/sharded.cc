@@ -52,12 +52,7 @@ Shape gathered_shape(const at::Tensor& x, int64_t size) {
 
 void check_options(const Options& options, const at::Tensor& x) {
   options.check(x);
-  if (options.carried()) {
-    C10_THROW_ERROR(NotImplementedError,
-                    c10::str(operator_name(options.verb),
-                             ": carrier 'c10d' supports quantized_allreduce only; use "
-                             "carrier='native', which supports groups of any backend"));
-  }
+  options.check_native();
 }
 
 void check_residual(const Options& options, const at::Tensor& x, const at::Tensor& residual) {

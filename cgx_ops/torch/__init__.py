@@ -22,7 +22,12 @@ from cgx_ops.torch.backend.process_group import BackendOptions, compressed, unco
 from cgx_ops.torch.ddp import automatic  # noqa: E402
 from cgx_ops.torch.ddp.automatic import hook_state  # noqa: E402
 from cgx_ops.torch.graph import functional, inductor, ops, work  # noqa: E402
-from cgx_ops.torch.graph.functional import all_gather, all_reduce, reduce_scatter  # noqa: E402
+from cgx_ops.torch.graph.functional import (  # noqa: E402
+    all_gather,
+    all_reduce,
+    all_to_all,
+    reduce_scatter,
+)
 from cgx_ops.torch.graph.gradients import compress_grads  # noqa: E402
 from cgx_ops.torch.graph.rewrite import compress_collectives  # noqa: E402
 
@@ -41,6 +46,7 @@ __all__ = [
     "BackendOptions",
     "all_gather",
     "all_reduce",
+    "all_to_all",
     "compress_collectives",
     "compress_grads",
     "compressed",

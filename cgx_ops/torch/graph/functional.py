@@ -3,6 +3,7 @@
 A `Config` may be a global, an argument of the compiled function, or made inside it.
 """
 
+from collections.abc import Sequence
 from typing import Any, overload
 
 import torch
@@ -265,6 +266,76 @@ def all_gather(
     """
     keywords = _keywords(config, bits, compressor, rounding, name, "native")
     return torch.ops.cgx.quantized_all_gather(x, bits, bucket_size, group_name(group), **keywords)
+
+
+def all_to_all(
+    x: torch.Tensor,
+    output_split_sizes: Sequence[int] | None = None,
+    input_split_sizes: Sequence[int] | None = None,
+    *,
+    config: Config | None = None,
+    bits: int | None = None,
+    bucket_size: int | None = None,
+    compressor: Compressor | None = None,
+    rounding: Rounding | None = None,
+    grad_config: Config | None = None,
+    group: Group = None,
+    name: str = "",
+) -> torch.Tensor:
+    """Send a block of rows to each rank with compressed messages; concatenate those from all ranks.
+
+    Blocks are contiguous along dimension 0, in rank order, as in
+    torch.distributed.all_to_all_single. Each block begins new buckets. A rank's block for itself is
+    copied exactly. The gradient is an all_to_all of the incoming gradient, back to the senders.
+
+    Args:
+        x: a float32, float16 or bfloat16 CPU tensor with at least one dimension.
+        output_split_sizes: rows of the block from each rank. None: equal blocks, of as many rows in
+            all as `x`.
+        input_split_sizes: rows of the block for each rank; they add up to the rows of `x`. None:
+            equal blocks.
+        config: compressor, bits and the other settings. None: `Config()`, which is 4 bits.
+        bits: overrides `config.bits`: 1 to 8, or 32 (exact).
+        bucket_size: overrides `config.bucket_size`: how many elements share one scale.
+        compressor: overrides `config.compressor`, and resets the fields that only the previous
+            compressor uses.
+        rounding: overrides `config.rounding`. Random rounding draws its seed from torch's default
+            CPU generator.
+        grad_config: settings of the gradient's all_to_all. None: exact.
+        group: the ranks: a process group of any backend, a one-dimensional DeviceMesh, or a group's
+            name. None: all ranks.
+        name: identifies the call across ranks. Needed only if several threads start collectives.
+
+    Returns:
+        A tensor with the rows of all received blocks; its other dimensions are those of `x`.
+
+    Raises:
+        ValueError: sizes are negative, too few or too many, or do not add up, equal blocks are not
+            possible, or a field of a config or the group is invalid.
+        TypeError: the dtype, layout or device is not supported, or `config`, `grad_config` or
+            `group` has the wrong type.
+        torch.distributed.DistBackendError: a rank sends a block of another size than its receiver
+            expects, ranks called with other different arguments, or a peer failed.
+
+    Example:
+        >>> import torch
+        >>> import cgx_ops.torch
+        >>> tokens = torch.ones(16, 64)
+        >>> cgx_ops.torch.all_to_all(tokens, [16], [16], bits=8).shape  # one rank
+        torch.Size([16, 64])
+    """
+    check_config(grad_config, "grad_config")
+    keywords = _keywords(config, bits, compressor, rounding, name, "native")
+    sizes = output_split_sizes, input_split_sizes
+    return torch.ops.cgx.quantized_all_to_all(
+        x,
+        *(None if each is None else list(each) for each in sizes),
+        bits,
+        bucket_size,
+        group_name(group),
+        **keywords,
+        grad_config="" if grad_config is None else str(grad_config),
+    )
 
 
 def group_name(group: Group) -> str:

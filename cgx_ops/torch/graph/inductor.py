@@ -48,6 +48,7 @@ def _register_lowering() -> bool:
             cgx.quantized_all_reduce_start,
             cgx.quantized_reduce_scatter_tensor_start,
             cgx.quantized_all_gather_into_tensor_start,
+            cgx.quantized_all_to_all_single_start,
         ):
             graphs.lower_as_collective(start.default, start.borrow)
         graphs.lower_as_collective(lists, lists)

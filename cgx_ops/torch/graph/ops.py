@@ -99,5 +99,8 @@ def register() -> None:
         cgx.quantized_reduce_scatter_tensor_start.default,
         cgx.quantized_all_gather_into_tensor.default,
         cgx.quantized_all_gather_into_tensor_start.default,
+        cgx.quantized_all_to_all.default,
+        cgx.quantized_all_to_all_single.default,
+        cgx.quantized_all_to_all_single_start.default,
     ):
         graphs.keep_in_graphs(operator)
