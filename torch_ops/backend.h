@@ -1,10 +1,11 @@
-// The torch.distributed backend "cgx". The core runs allreduce; an inner backend (gloo for CPU
-// tensors, NCCL for CUDA tensors) runs all other collectives.
+// The torch.distributed backend "cgx". The core runs allreduce and all_to_all; an inner backend
+// (gloo for CPU tensors, NCCL for CUDA tensors) runs all other collectives.
 //
 // - Allreduce of one dense tensor or a list, of float32, float16 or bfloat16, with sum, avg, min,
 //   max or product: the core. Whether it is compressed is decided in backend_rule.h. CUDA tensors
 //   need a core with CUDA. As with NCCL, a call with async_op=False runs on the current stream, and
 //   all others on a stream of the group.
+// - all_to_all_single of dense CPU tensors of these dtypes: the core; compressed in compressed().
 // - All other calls: the inner backend of the tensors' device. Profilers show them as "cgx:...".
 //   gloo does not average, so its sums are divided (joint_work.h).
 //
@@ -27,6 +28,7 @@
 #include <vector>
 
 #include "backend_rule.h"
+#include "cgx/call.h"
 
 namespace cgx::torch_ops {
 
@@ -138,6 +140,13 @@ class Backend final : public c10d::Backend {
   WorkRef reduce_in_core(at::TensorList tensors, cgx_op_t op, const c10d::AllreduceOptions& options,
                          c10d::OpType type);
   Decision decide_and_log(cgx_op_t op, at::TensorList tensors, int64_t numel);
+  // Returns a call of the core without buffers and segments.
+  CallBuilder core_call(cgx_verb_t verb, at::ScalarType dtype, const Decision& decision,
+                        Milliseconds timeout);
+  WorkRef exchange_in_core(const at::Tensor& output, const at::Tensor& input,
+                           const std::vector<int64_t>& output_sizes,
+                           const std::vector<int64_t>& input_sizes,
+                           const c10d::AllToAllOptions& options);
   // Calls a method of the inner backend of the device of `shown`, and records it for profilers.
   template <typename Method, typename... Arguments>
   WorkRef forward(const char* title, at::TensorList shown, Method method, Arguments&&... arguments);

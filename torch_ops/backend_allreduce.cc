@@ -1,5 +1,5 @@
 // The backend's allreduce in the core: which calls the core supports, whether they are compressed,
-// and their start.
+// and their start. Other collectives use the same start.
 #include <ATen/MemoryOverlap.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 
@@ -68,26 +68,31 @@ Backend::WorkRef Backend::reduce_in_core(at::TensorList tensors, cgx_op_t op,
   buffers.output = buffers.input;
 
   const Decision decision = decide_and_log(op, tensors, buffers.input.numel());
-  static const Compression exact("bits=32", /*seed=*/0);
-  const Compression& how = decision.compression ? *decision.compression : exact;
-
-  CallBuilder call("c10d");  // counted separately from calls of torch.ops.cgx on this communicator
-  call.fields.comm = comm_;
-  call.fields.verb = CGX_ALLREDUCE;
-  call.fields.dtype = *core_dtype(tensors[0].scalar_type());
+  CallBuilder call = core_call(CGX_ALLREDUCE, tensors[0].scalar_type(), decision, options.timeout);
   call.fields.op = op;
-  call.fields.config = how.config;
-  if (how.seed_use != CGX_SEED_UNUSED) {
-    call.fields.seed = nth_seed(named_seed(how.seed, name_), ++draws_);
-  }
   call.fields.output = buffers.output.mutable_data_ptr();  // first, because it may materialize a
                                                            // lazy copy
   call.fields.input = buffers.input.const_data_ptr();
   for (const int64_t numel : numels_of(tensors)) call.add(numel);
-  const Milliseconds allowed = options.timeout > kNoTimeout ? options.timeout : options_->timeout;
-  call.fields.timeout_s = std::chrono::duration<double>(allowed).count();
   ++sequence_;
   return coalesced(start(call.get(), std::move(buffers), type, options.asyncOp));
+}
+
+CallBuilder Backend::core_call(cgx_verb_t verb, at::ScalarType dtype, const Decision& decision,
+                               Milliseconds timeout) {
+  static const Compression exact("bits=32", /*seed=*/0);
+  const Compression& how = decision.compression ? *decision.compression : exact;
+  CallBuilder call("c10d");  // counted separately from calls of torch.ops.cgx on this communicator
+  call.fields.comm = comm_;
+  call.fields.verb = verb;
+  call.fields.dtype = *core_dtype(dtype);
+  call.fields.config = how.config;
+  if (how.seed_use != CGX_SEED_UNUSED) {
+    call.fields.seed = nth_seed(named_seed(how.seed, name_), ++draws_);
+  }
+  const Milliseconds allowed = timeout > kNoTimeout ? timeout : options_->timeout;
+  call.fields.timeout_s = std::chrono::duration<double>(allowed).count();
+  return call;
 }
 
 Decision Backend::decide_and_log(cgx_op_t op, at::TensorList tensors, int64_t numel) {
@@ -99,10 +104,7 @@ Decision Backend::decide_and_log(cgx_op_t op, at::TensorList tensors, int64_t nu
     return c10::str("group '", name_, "': allreduce of ", numel, " ", tensors[0].dtype().name(),
                     tensors.size() == 1 ? "" : c10::str(" in ", tensors.size(), " tensors"));
   };
-  if (debug_wanted()) {
-    const std::string how = decision.compression ? decision.compression->words : "exact";
-    debug(c10::str(call(), ": ", how, ", ", decision.reason));
-  }
+  if (debug_wanted()) log_decision(call(), decision);
   static std::atomic<bool> warned{false};
   if (decision.surprising && size_ > 1 && !warned.exchange(true)) {
     warn(

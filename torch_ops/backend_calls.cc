@@ -1,5 +1,5 @@
-// The calls of torch.distributed: reductions that the core supports go there
-// (backend_allreduce.cc), and all others to the inner backend of the tensors' device. Both are
+// The calls of torch.distributed: those that the core supports go there (backend_allreduce.cc,
+// backend_all_to_all.cc), and all others to the inner backend of the tensors' device. Both are
 // recorded for profilers.
 #include <ATen/record_function.h>
 
@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "backend.h"
+#include "core.h"
 #include "joint_work.h"
 #include "kernels.h"
 #include "named_work.h"
@@ -224,6 +225,11 @@ Backend::WorkRef Backend::alltoall_base(at::Tensor& output, at::Tensor& input,
                                         std::vector<int64_t>& output_sizes,
                                         std::vector<int64_t>& input_sizes,
                                         const c10d::AllToAllOptions& options) {
+  const auto is_served = [](const at::Tensor& tensor) {
+    return tensor.layout() == at::kStrided && tensor.is_cpu() && core_dtype(tensor.scalar_type());
+  };
+  if (is_served(output) && is_served(input) && output.scalar_type() == input.scalar_type())
+    return exchange_in_core(output, input, output_sizes, input_sizes, options);
   require_dense("all_to_all", {output, input});
   return forward("cgx:all_to_all", input, &c10d::Backend::alltoall_base, output, input,
                  output_sizes, input_sizes, options);

@@ -8,6 +8,7 @@
 #include <string_view>
 #include <utility>
 
+#include "backend.h"
 #include "core.h"
 
 namespace cgx::torch_ops {
@@ -83,6 +84,20 @@ Decision decide(const std::shared_ptr<const Compression>& group, Automatic autom
   }
   if (completing_gradients()) return {compression, "autograd is completing gradients"};
   return {nullptr, "outside gradient synchronisation", numel >= kWarnFromNumel};
+}
+
+Decision decide_exchange(const std::shared_ptr<const Compression>& group) {
+  const Scope& scope = thread_context().scope;
+  if (scope.kind != Scope::Kind::kCompressed) return {nullptr, "outside compressed()"};
+  auto asked = scope.compression ? scope.compression : group;
+  if (!asked->larger.empty()) asked = asked->larger.back().compression;
+  if (asked->config.bits == kExactBits) return {nullptr, "bits are 32"};
+  return {asked, "inside compressed()"};
+}
+
+void log_decision(const std::string& call, const Decision& decision) {
+  const std::string how = decision.compression ? decision.compression->words : "exact";
+  debug(c10::str(call, ": ", how, ", ", decision.reason));
 }
 
 }  // namespace cgx::torch_ops
