@@ -30,15 +30,12 @@ The APIs differ in these points:
 - **`op`** is an argument in numpy and PyTorch. JAX has a function for each (`psum_q`, `pmean_q`),
   and its `compress_grads` sums, as `jax.grad` does.
 - **`key`** is JAX's source of randomness. PyTorch and numpy have seeds and counters instead.
-- **`out`**, `segments` and `timeout` belong to numpy: frameworks own memory and messages.
-  `Communicator.allreduce` has the arguments of `cgx_ops.allreduce`, and `segments`, `seed` and
-  `timeout`.
-- **`fuse`** divides a JAX tree into messages. PyTorch's buckets do that for DDP.
-- **`mesh`** is that of `jax.shard_map`.
+- **`out`**, `segments`, `seed` and `timeout` belong to numpy's `Communicator`: frameworks own
+  memory and messages.
+- **`fuse`** divides a JAX tree into messages, and **`mesh`** is that of `jax.shard_map`.
 - **`carrier`** names the framework's own collectives as the transport: "c10d" or "xla".
 - **State** is an argument of optax transformations and a separate object in PyTorch, so DDP
   states have `process_group`, `unsupported` and `adaptive`.
-- **PowerSGD** has the argument names of torch's PowerSGDState in PyTorch.
 """
 
 # A concept, and its calls in numpy, PyTorch and JAX.
@@ -52,7 +49,7 @@ _CALLS: _Calls = [
         cgx_ops.jax.psum_scatter_q,
     ),
     ("Gather", Communicator.all_gather, cgx_ops.torch.all_gather, cgx_ops.jax.all_gather_q),
-    ("Exchange blocks", Communicator.all_to_all, None, None),
+    ("Exchange blocks", Communicator.all_to_all, cgx_ops.torch.all_to_all, None),
     ("Gradients in backward", None, cgx_ops.torch.compress_grads, cgx_ops.jax.compress_grads),
     (
         "Gradients with error feedback",

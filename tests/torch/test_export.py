@@ -55,7 +55,17 @@ def calls(name: str) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
     scatter = [((x, kept, seed, call, 1, group), {}) for kept in ([], [y])]
     scatter.append(((x, [], *kernel_options()[:2], 1, group), {}))
     gather = [((x, seed, call, 1, group), {}), ((x, *kernel_options()[:2], 1, group), {})]
+    options = [(seed, call, group), kernel_options()]
+    exchange = [((x, [200], [200], *each), {}) for each in options]
     return {
+        "quantized_all_to_all": [
+            ((x,), nearest),
+            ((x, [200], None), nearest),
+            ((grad, [200], [200]), {**nearest, "grad_config": str(Config(4))}),
+        ],
+        "quantized_all_to_all_single": exchange,
+        "quantized_all_to_all_single_start": exchange,
+        "quantized_all_to_all_single_start.borrow": exchange,
         "quantized_reduce_scatter": public,
         "quantized_reduce_scatter_with_feedback": pairs,
         "quantized_all_gather": [((x,), nearest), ((grad,), nearest), ((grad,), {"bits": 32})],

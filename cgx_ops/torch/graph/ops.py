@@ -13,6 +13,8 @@ Kernels, tracing, gradients and checks are C++ (`torch_ops/`).
     quantized_reduce_scatter(x, ...same...) -> Tensor
     quantized_reduce_scatter_with_feedback(x, residual, ...same...) -> (Tensor, Tensor)
     quantized_all_gather(x, ...same, without op...) -> Tensor
+    quantized_all_to_all(x, output_split_sizes=None, input_split_sizes=None,
+                         ...same, without op..., grad_config="") -> Tensor
 
 **Tensors.** `x` is a float32, float16 or bfloat16 tensor of any shape, on the CPU, or on a GPU if
 cgx_ops was built with CUDA. The result has the same shape and dtype, is contiguous, and has the
@@ -50,6 +52,11 @@ bits=32, and compressors with which feedback does not converge, are rejected.
 which must be divisible by the number of ranks. all_gather concatenates along the first dimension.
 Each is the gradient of the other; the gradient of an averaging reduce_scatter is divided by the
 number of ranks. Both support only carrier="native", and residuals only on the CPU.
+
+**all_to_all** sends a block of rows to each rank and concatenates those from all ranks. Sizes count
+rows, one for each rank; None: equal blocks. Each block begins new buckets; the own one is copied
+exactly. The gradient is an all_to_all back to the senders, in `grad_config` (a text; "" is exact).
+Only CPU tensors and carrier="native". If a rank's sizes are invalid, the other ranks raise, too.
 
 **Carrier.** `carrier="c10d"` sends by torch's own collectives, all_to_all_single and
 all_gather_into_tensor of uint8, with the same bits in the result. `group_name` is then any group of
