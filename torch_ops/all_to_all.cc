@@ -244,13 +244,14 @@ at::Tensor quantized_all_to_all(const at::Tensor& x, at::OptionalSymIntArrayRef 
   back = Options(back.op, back.depth,
                  overridden({.config = grad_config.empty() ? "bits=32" : grad_config}, back.verb),
                  back.name, back.group_name, back.carrier, back.verb);
+  // Before any check of this rank's sizes, so that all ranks draw equally often.
+  const Seed seed = draw_if_needed(options, x);
+  const Seed back_seed = require_grad({at::Tensor(x)}) ? draw_if_needed(back, x) : std::nullopt;
   const auto sizes = [&](const at::OptionalSymIntArrayRef& given, const char* what) {
     return given ? given->vec() : equal_blocks(x, options, what);
   };
   const Sizes output_sizes = sizes(output_split_sizes, "output_split_sizes");
   const Sizes input_sizes = sizes(input_split_sizes, "input_split_sizes");
-  const Seed seed = draw_if_needed(options, x);
-  const Seed back_seed = require_grad({at::Tensor(x)}) ? draw_if_needed(back, x) : std::nullopt;
   return Exchange::exchanged(x, output_sizes, input_sizes, seed, options, back_seed, back);
 }
 
