@@ -432,7 +432,7 @@ def summary_of(found: Found) -> Table:
     tasks = list(dict.fromkeys(each.task for each in found))
     places = [(t, rate) for t in tasks for rate in (best_rate(found, t), best_rate(found, t) / 3)]
     rows = []
-    for method in METHODS:
+    for method in (m for m in METHODS if m in {each.method for each in found}):
         cells = []
         for task, rate in places:
             mine = of(found, task, method, rate)
