@@ -466,8 +466,8 @@ class Communicator:
 
         Raises:
             InvalidArgument: Sizes of blocks are negative, too few or too many, do not add up, or
-                are not integers; see also allreduce(). The other ranks raise PeerFailed, and the
-                communicator stays open.
+                are not integers. The other ranks raise PeerFailed then, and the communicator stays
+                open. See also allreduce().
             MismatchError: A rank sends a block of another size than its receiver expects.
             CgxError: See Communicator.
         """

@@ -26,7 +26,9 @@ namespace {
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-constexpr auto kCaller = "cgx::quantized_all_to_all";
+constexpr int64_t kMostElements = int64_t{1} << 59;  // in all blocks, as in the core
+
+const char* caller() { return operator_name(CGX_ALL_TO_ALL); }
 
 // ---- 1. sizes of blocks --------------------------------------------------------------------
 
@@ -44,10 +46,10 @@ Sizes equal_blocks(const at::Tensor& x, const Options& options, const char* what
   const auto require_divisible = [&] {
     if ((x.sym_size(0) % ranks).guard_int(__FILE__, __LINE__) == 0) return;
     C10_THROW_ERROR(ValueError,
-                    c10::str(kCaller, ": x has shape ", x.sym_sizes(), "; the group's ", ranks,
+                    c10::str(caller(), ": x has shape ", x.sym_sizes(), "; the group's ", ranks,
                              " ranks do not divide its first dimension: pass ", what));
   };
-  if (is_traced({at::Tensor(x)}))
+  if (x.is_meta() || is_traced({at::Tensor(x)}))
     require_divisible();
   else
     or_refuse(options, require_divisible);
@@ -57,15 +59,19 @@ Sizes equal_blocks(const at::Tensor& x, const Options& options, const char* what
 void check_sizes(c10::SymIntArrayRef sizes, int64_t ranks, const char* what) {
   if (static_cast<int64_t>(sizes.size()) != ranks) {
     C10_THROW_ERROR(ValueError,
-                    c10::str(kCaller, ": ", what, " has ", sizes.size(),
+                    c10::str(caller(), ": ", what, " has ", sizes.size(),
                              " sizes; it must have one for each of the group's ", ranks, " ranks"));
   }
   const auto numbers = c10::asIntArrayRefSlowOpt(sizes);
   if (!numbers) return;  // the kernel checks the numbers
-  for (const int64_t number : *numbers)
-    if (number < 0)
-      C10_THROW_ERROR(ValueError,
-                      c10::str(kCaller, ": ", what, " are ", sizes, "; they must be at least 0"));
+  int64_t rest = kMostElements;
+  for (const int64_t number : *numbers) {
+    if (number < 0 || number > rest) {
+      C10_THROW_ERROR(ValueError, c10::str(caller(), ": ", what, " are ", sizes,
+                                           "; they must be at least 0, and in all at most 2**59"));
+    }
+    rest -= number;
+  }
 }
 
 // Throws ValueError unless the sizes are those of blocks of x.
@@ -78,7 +84,7 @@ void check_blocks(const at::Tensor& x, c10::SymIntArrayRef output_sizes,
   const auto number = sum.maybe_as_int(), rows = x.sym_size(0).maybe_as_int();
   if (number && rows && *number != *rows) {
     C10_THROW_ERROR(ValueError,
-                    c10::str(kCaller, ": input_split_sizes add up to ", sum, ", but x has ",
+                    c10::str(caller(), ": input_split_sizes add up to ", sum, ", but x has ",
                              x.sym_size(0), " rows: its shape is ", x.sym_sizes()));
   }
 }
@@ -88,7 +94,13 @@ void check_exchange(const Options& options, const at::Tensor& x) {
   options.check_native();
   if (x.dim() == 0) {
     C10_THROW_ERROR(ValueError,
-                    c10::str(kCaller, ": x is a scalar; it must have rows: pass x.reshape(1)"));
+                    c10::str(caller(), ": x is a scalar; it must have rows: pass x.reshape(1)"));
+  }
+  if (!x.device().is_cpu() && !x.is_meta()) {
+    C10_THROW_ERROR(NotImplementedError,
+                    c10::str(caller(), ": x is on ", x.device(),
+                             "; only CPU tensors are supported: use x.cpu(), or "
+                             "torch.distributed.all_to_all_single"));
   }
 }
 
@@ -125,14 +137,16 @@ struct Exchanged {
 Exchanged exchange_of(const at::Tensor& x, c10::SymIntArrayRef output_sizes,
                       c10::SymIntArrayRef input_sizes, const Seed& seed, std::string_view call,
                       std::string_view group_name) {
-  Options options = checked_exchange(x, seed, call, group_name);
-  or_refuse(options, [&] { check_blocks(x, output_sizes, input_sizes, options); });
-  const c10::SymDimVector shape = result_shape(x, output_sizes);
-  return {
-      std::move(options),
-      {.input = x.contiguous(), .output = at::empty(C10_AS_INTARRAYREF_SLOW(shape), x.options())},
-      {.input = elements(x, C10_AS_INTARRAYREF_SLOW(input_sizes)),
-       .output = elements(x, C10_AS_INTARRAYREF_SLOW(output_sizes))}};
+  Exchanged made{checked_exchange(x, seed, call, group_name), {}, {}};
+  or_refuse(made.options, [&] {
+    check_blocks(x, output_sizes, input_sizes, made.options);
+    const c10::SymDimVector shape = result_shape(x, output_sizes);
+    made.buffers = {.input = x.contiguous(),
+                    .output = at::empty(C10_AS_INTARRAYREF_SLOW(shape), x.options())};
+    made.splits = {.input = elements(x, C10_AS_INTARRAYREF_SLOW(input_sizes)),
+                   .output = elements(x, C10_AS_INTARRAYREF_SLOW(output_sizes))};
+  });
+  return made;
 }
 
 }  // namespace
@@ -244,9 +258,9 @@ at::Tensor quantized_all_to_all(const at::Tensor& x, at::OptionalSymIntArrayRef 
   back = Options(back.op, back.depth,
                  overridden({.config = grad_config.empty() ? "bits=32" : grad_config}, back.verb),
                  back.name, back.group_name, back.carrier, back.verb);
-  // Before any check of this rank's sizes, so that all ranks draw equally often.
-  const Seed seed = draw_if_needed(options, x);
-  const Seed back_seed = require_grad({at::Tensor(x)}) ? draw_if_needed(back, x) : std::nullopt;
+  // Before any check of this rank's sizes, and whether or not a gradient is recorded: all ranks,
+  // and a forward pass that checkpointing repeats, must draw equally often.
+  const Seed seed = draw_if_needed(options, x), back_seed = draw_if_needed(back, x);
   const auto sizes = [&](const at::OptionalSymIntArrayRef& given, const char* what) {
     return given ? given->vec() : equal_blocks(x, options, what);
   };

@@ -25,7 +25,7 @@ at::Tensor quantized_all_to_all(const at::Tensor& x, at::OptionalSymIntArrayRef 
                                 std::string_view grad_config);
 
 // cgx::quantized_all_to_all_single: the same with all sizes. Blocks as run() of kernels.h does.
-// These functions serve the CPU and CUDA.
+// These functions refuse CUDA tensors, which the core does not support yet.
 at::Tensor all_to_all_kernel(const at::Tensor& x, c10::SymIntArrayRef output_split_sizes,
                              c10::SymIntArrayRef input_split_sizes, const Seed& seed,
                              std::string_view call, std::string_view group_name);

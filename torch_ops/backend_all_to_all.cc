@@ -1,6 +1,9 @@
 // The backend's all_to_all_single in the core.
+#include <ATen/MemoryOverlap.h>
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/empty.h>
 
+#include <algorithm>
 #include <torch/csrc/distributed/c10d/Utils.hpp>
 #include <utility>
 
@@ -15,6 +18,10 @@ namespace {
 std::vector<int64_t> block_elements(const at::Tensor& tensor, const std::vector<int64_t>& rows,
                                     int ranks) {
   c10d::checkSplitSizes(rows, tensor, ranks);
+  if (std::any_of(rows.begin(), rows.end(), [](int64_t each) { return each < 0; })) {
+    C10_THROW_ERROR(ValueError, c10::str("all_to_all: the split sizes are ", rows,
+                                         "; they must be at least 0"));
+  }
   std::vector<int64_t> elements(ranks), offsets(ranks);
   c10d::computeLengthsAndOffsets(rows, tensor, &elements, &offsets);
   return elements;
@@ -27,7 +34,8 @@ Backend::WorkRef Backend::exchange_in_core(const at::Tensor& output, const at::T
                                            const std::vector<int64_t>& input_sizes,
                                            const c10d::AllToAllOptions& options) {
   const at::AutoDispatchBelowADInplaceOrView no_autograd;
-  const Decision decision = decide_exchange(options_->compression);
+  const Decision decision =
+      decide_exchange(options_->compression, static_cast<int64_t>(input.element_size()));
   if (debug_wanted()) {
     log_decision(
         c10::str("group '", name_, "': all_to_all of ", input.numel(), " ", input.dtype().name()),
@@ -36,16 +44,21 @@ Backend::WorkRef Backend::exchange_in_core(const at::Tensor& output, const at::T
   CallBuilder call = core_call(CGX_ALL_TO_ALL, input.scalar_type(), decision, options.timeout);
   ++sequence_;
   std::vector<int64_t> sent, received;
+  Buffers buffers;
   try {
     sent = block_elements(input, input_sizes, size_);
     received = block_elements(output, output_sizes, size_);
+    at::assert_no_internal_overlap(output);
+    at::assert_no_overlap(output, input);
+    const bool in_place = output.is_contiguous() && !output.is_neg();
+    buffers = {.input = input.resolve_neg().contiguous(),
+               .output = in_place ? output : at::empty(output.sizes(), output.options()),
+               .results = {output}};
+    if (!in_place) buffers.deliver = [from = buffers.output, output] { output.copy_(from); };
   } catch (const c10::Error& error) {  // perhaps on this rank only
     cgx_refuse(&call.get(), CGX_PEER_FAILED, error.what_without_backtrace());
     throw;
   }
-  Buffers buffers{.input = input.contiguous(), .output = output.contiguous(), .results = {output}};
-  if (!buffers.output.is_same(output))
-    buffers.deliver = [from = buffers.output, output] { output.copy_(from); };
   call.fields.output = buffers.output.mutable_data_ptr();
   call.fields.input = buffers.input.const_data_ptr();
   call.fields.input_splits = sent.data();

@@ -228,7 +228,9 @@ Backend::WorkRef Backend::alltoall_base(at::Tensor& output, at::Tensor& input,
   const auto is_served = [](const at::Tensor& tensor) {
     return tensor.layout() == at::kStrided && tensor.is_cpu() && core_dtype(tensor.scalar_type());
   };
-  if (is_served(output) && is_served(input) && output.scalar_type() == input.scalar_type())
+  constexpr int kMostRanks = 512;  // of the core's all_to_all
+  if (is_served(output) && is_served(input) && output.scalar_type() == input.scalar_type() &&
+      size_ <= kMostRanks)
     return exchange_in_core(output, input, output_sizes, input_sizes, options);
   require_dense("all_to_all", {output, input});
   return forward("cgx:all_to_all", input, &c10d::Backend::alltoall_base, output, input,

@@ -84,8 +84,8 @@ struct Decision {
 Decision decide(const std::shared_ptr<const Compression>& group, Automatic automatic, cgx_op_t op,
                 int64_t numel, int64_t element_bytes);
 // Decides on an all_to_all, which is compressed inside compressed() only. Its sizes differ between
-// ranks, so bits="auto" means those of the largest messages.
-Decision decide_exchange(const std::shared_ptr<const Compression>& group);
+// ranks, so auto_bits means those of the largest messages of these elements.
+Decision decide_exchange(const std::shared_ptr<const Compression>& group, int64_t element_bytes);
 
 // Logs a decision on a call. Wanted if debug_wanted().
 void log_decision(const std::string& call, const Decision& decision);

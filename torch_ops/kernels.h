@@ -43,8 +43,9 @@ struct Splits {
   std::vector<int64_t> input, output;
 };
 
-// Reduces `input` into `output`. Both are contiguous, on one device, of one dtype and size, and may
-// be the same tensor. `numels` are the sizes of the tensors packed in it; {0} with `splits`.
+// Runs or starts the collective of `options`. Input and output are contiguous, on one device and of
+// one dtype; in an allreduce they may be the same tensor. `numels` are the sizes of the tensors
+// packed in a block; {0} with `splits`.
 // Options::check and check_seed must have been called. run() blocks (CPU) or enqueues on the
 // current stream (CUDA); launch() does neither.
 void run(const Buffers& buffers, at::IntArrayRef numels, const Seed& seed, const Options& options,

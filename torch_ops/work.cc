@@ -8,6 +8,7 @@
 #include <iterator>
 #include <memory>
 #include <mutex>
+#include <numeric>
 #include <set>
 #include <string>
 #include <thread>
@@ -212,6 +213,11 @@ const char* profile_title(const cgx_collective_t& collective) {
     else
       compressors.insert(cgx_compressor_name(config.compressor));
     numel += segment.numel;
+  }
+  if (const int64_t* blocks = collective.input_splits) {
+    auto info = make<cgx_comm_info_t>();
+    check(cgx_comm_info(collective.comm, &info));
+    numel = std::accumulate(blocks, blocks + info.size, int64_t{0});
   }
   std::string how;
   for (const int32_t width : widths) how += (how.empty() ? "" : "/") + std::to_string(width);

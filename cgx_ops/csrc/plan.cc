@@ -157,9 +157,12 @@ void check_splits(const cgx_collective_t& call, const Verb& verb, int size) {
           " are given alone: pass both input_splits and output_splits, or neither");
   require(call.block_numel == 0 && call.num_segments == 1 && call.segments[0].offset == 0 &&
               call.segments[0].numel == 0,
-          CGX_INVALID_ARGUMENT, "input_splits are given with block_numel ", call.block_numel,
-          " and ", call.num_segments,
-          " segments: pass block_numel 0 and one segment with offset 0 and numel 0");
+          CGX_INVALID_ARGUMENT, "input_splits and output_splits are given with block_numel ",
+          call.block_numel, " and ", call.num_segments, " segments",
+          call.num_segments == 0 ? ""
+                                 : join(", the first with offset ", call.segments[0].offset,
+                                        " and numel ", call.segments[0].numel),
+          ": pass block_numel 0 and one segment with offset 0 and numel 0");
   for (const auto& [name, splits] : {std::pair("input_splits", call.input_splits),
                                      std::pair("output_splits", call.output_splits)}) {
     int64_t total = 0;

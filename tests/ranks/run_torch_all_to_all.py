@@ -19,6 +19,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from support import torch_cases as tc
 from support.torch_codecs import CONFIGS
+from torch.utils.checkpoint import checkpoint
 
 from cgx_ops import Config
 from cgx_ops.torch import BackendOptions, all_to_all, compressed
@@ -176,24 +177,23 @@ def gradients_match_torch(group: Group) -> None:
 
 
 def noise_of_gradients(group: Group) -> None:
-    """Check that a repeated forward under checkpointing has the same noise."""
-    from torch.utils.checkpoint import checkpoint
-
+    """Check that checkpointing, whose first forward may record no gradient, repeats all noise."""
     splits = group.splits("uneven", 50)
     sizes = group.received(splits), splits[group.rank]
     noisy = Config(2, 64, "stochastic")
 
     def function(x: torch.Tensor) -> torch.Tensor:
         y = all_to_all(2 * x, *sizes, config=noisy, grad_config=noisy, group=group.group)
-        return y.square().sum()
+        return torch.nn.functional.dropout(y.square()).sum()
 
     results: list[Any] = []
-    for how in (function, partial(checkpoint, function, use_reentrant=False)):
+    again = (partial(checkpoint, function, use_reentrant=each) for each in (True, False))
+    for how in (function, *again):
         torch.manual_seed(group.rank)
         x = group.inputs(splits)[group.rank].requires_grad_()
         how(x).backward()  # type: ignore[operator]
         results.append(x.grad)
-    assert tc.same_bits(*results)
+    assert all(tc.same_bits(results[0], each) for each in results[1:])
 
 
 # ---- compilers -----------------------------------------------------------------------------------
@@ -270,13 +270,19 @@ def backend() -> None:
 
 
 def bad_blocks_of_the_backend(group: Group) -> None:
-    x = torch.ones(2 * group.size)
-    wrong = [3] + [2] * (group.size - 1) if group.rank == 0 else None
-    raised = pytest.raises(RuntimeError, match="Split sizes doesn't match")
-    if group.rank != 0:
-        raised = pytest.raises(PeerFailed, match=r"rank 0 takes no part.*Split sizes doesn't match")
-    with raised:
-        dist.all_to_all_single(x.clone(), x, None, wrong, group=group.group)
+    x, twos = torch.ones(2 * group.size), [2] * (group.size - 1)
+    for wrong, text in (
+        ([3, *twos], "Split sizes doesn't match"),
+        ([-2, 6, *twos[1:]], "they must be at least 0"),
+    ):
+        raised = pytest.raises((RuntimeError, ValueError), match=text)
+        if group.rank != 0:
+            raised = pytest.raises(PeerFailed, match=f"rank 0 takes no part.*{text}")
+        with raised:
+            sizes = wrong if group.rank == 0 else None
+            dist.all_to_all_single(x.clone(), x, None, sizes, group=group.group)
+    with pytest.raises(RuntimeError, match=r"refer to a single memory location|takes no part"):
+        dist.all_to_all_single(x, x, group=group.group)
     with pytest.raises(MismatchError, match="bits"):  # one rank is outside of compressed()
         if group.rank == 0:
             dist.all_to_all_single(x.clone(), x, group=group.group)
@@ -327,6 +333,11 @@ def bad_calls() -> None:
     sent = [2] * size if rank != 1 else [1, 3] + [2] * (size - 2)
     with pytest.raises(MismatchError, match="rank 1 sends 3 elements to rank 0, which expects 6"):
         all_to_all(x, None, sent)
+    # A tensor without data is not sent, so it is refused on its own rank only.
+    if rank == 0:
+        with pytest.raises(ValueError, match="do not divide"):
+            all_to_all(x[:5].to("meta"))
+        assert all_to_all(x.to("meta")).shape == x.shape
     assert tc.same_bits(all_to_all(x, bits=32), x)
 
 

@@ -101,7 +101,7 @@ void copy_own_block(const Plan& plan) {
   const auto& to = plan.receives[plan.rank];
   for (size_t i = 0; i < from.size(); ++i)
     if (from[i].numel > 0)
-      std::memcpy(plan.output + to[i].output_at, plan.input + from[i].input_at,
+      std::memmove(plan.output + to[i].output_at, plan.input + from[i].input_at,
                   plan.bytes(from[i].numel));
 }
 

@@ -37,6 +37,7 @@ class PackedAlgorithm final : public Algorithm {
   void deliver_eager(int source, Bytes payload) override {
     inner_->deliver_eager(source, std::move(payload));
   }
+  std::string disagreement() const override { return inner_->disagreement(); }
   void deliver(int part, Arrival arrival) override { inner_->deliver(part, std::move(arrival)); }
   Step step(Port& port) override {
     if (stored_) return Step::kIdle;

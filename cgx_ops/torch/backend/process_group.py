@@ -132,7 +132,7 @@ class BackendOptions:
 
 @contextlib.contextmanager
 def compressed(config: Config | None = None, *, seed: int = 0) -> Iterator[None]:
-    """Compress every sum and average that this thread starts inside the block.
+    """Compress every sum, average and all_to_all_single that this thread starts inside the block.
 
     The block applies to the calling thread only. On the CPU, backward runs hooks on the thread that
     called it, so they are inside. For a CUDA model, backward runs hooks on an autograd thread,
@@ -384,7 +384,7 @@ def _require_same_options(name: str, options: BackendOptions, gather: Gather) ->
 def _inner(
     store: parallel.Store, rank: int, size: int, options: _torch_ops.Options
 ) -> dict[str, Any]:
-    """Create the backends that run everything except the core's allreduces, by device type."""
+    """Create the backends that run everything that the core does not, by device type."""
     timeout = options._timeout
     gloo = dist.ProcessGroupGloo(parallel.PrefixStore("gloo", store), rank, size, timeout=timeout)
     inner: dict[str, Any] = {"cpu": gloo}

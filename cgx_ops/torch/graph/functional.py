@@ -301,7 +301,7 @@ def all_to_all(
             compressor uses.
         rounding: overrides `config.rounding`. Random rounding draws its seed from torch's default
             CPU generator.
-        grad_config: settings of the gradient's all_to_all. None: exact.
+        grad_config: settings of the gradient's all_to_all, and of further derivatives. None: exact.
         group: the ranks: a process group of any backend, a one-dimensional DeviceMesh, or a group's
             name. None: all ranks.
         name: identifies the call across ranks. Needed only if several threads start collectives.
@@ -312,8 +312,9 @@ def all_to_all(
     Raises:
         ValueError: sizes are negative, too few or too many, or do not add up, equal blocks are not
             possible, or a field of a config or the group is invalid.
-        TypeError: the dtype, layout or device is not supported, or `config`, `grad_config` or
-            `group` has the wrong type.
+        NotImplementedError: `x` is on a GPU.
+        TypeError: the dtype or layout is not supported, or `config`, `grad_config` or `group` has
+            the wrong type.
         torch.distributed.DistBackendError: a rank sends a block of another size than its receiver
             expects, ranks called with other different arguments, or a peer failed.
 

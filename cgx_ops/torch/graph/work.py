@@ -32,6 +32,7 @@ _SIZES = {
     "allreduce": "both must have the same number",
     "reduce_scatter": "the input must have one block of the output's size for each rank",
     "all_gather": "the output must have one block of the input's size for each rank",
+    "all_to_all": "both must have one block of the same size for each rank",
 }
 
 
