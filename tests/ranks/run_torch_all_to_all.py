@@ -213,12 +213,13 @@ def compiled(group: Group) -> None:
         return 2 * y
 
     name = group.group.group_name
-    for function, options, rest in (
-        (constant, {"fullgraph": True}, ()),
-        (routed, {"dynamic": True}, sizes),
-    ):
+    pairs: list[tuple[Any, Any, list[torch.Tensor]]] = [
+        (constant, torch.compile(constant, fullgraph=True), []),
+        (routed, torch.compile(routed, dynamic=True), sizes),
+    ]
+    for function, compiled_function, rest in pairs:
         results = []
-        for how in (function, torch.compile(function, **options)):
+        for how in (function, compiled_function):
             x = group.inputs(splits)[group.rank].requires_grad_()
             y = how(x, *rest)
             y.sum().backward()
