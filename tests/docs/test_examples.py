@@ -212,6 +212,22 @@ def test_fsdp2_trains_in_few_bits() -> None:
     assert few["identical"]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_experts_train_in_few_bits(ranks: int) -> None:
+    process = run_python(ROOT / "examples" / "experts.py", "--epochs", "20", ranks=ranks)
+    assert process.returncode == 0, process.stdout + process.stderr
+    lines = re.findall(r"^\[[^]]*,0\]<stdout>: (.*)$", process.stdout, re.MULTILINE)
+    exact, *few = (result for result in map(json.loads, lines) if "accuracy" in result)
+    assert [result["bits"] for result in (exact, *few)] == [32, 8, 4]
+    assert exact["accuracy"] >= 0.95
+    for result in few:
+        assert result["accuracy"] >= exact["accuracy"] - 0.01
+        assert result["losses"] != exact["losses"], "the tokens were not quantized"
+        assert result["bytes_per_step"] < exact["bytes_per_step"]
+    assert all(result["identical"] for result in (exact, *few))
+
+
 def check_few_bits(process: subprocess.CompletedProcess[str], lines: list[str]) -> dict[str, Any]:
     """Compare the runs at 32 and at 4 bits; return the result at 4 bits."""
     assert process.returncode == 0, process.stdout + process.stderr
