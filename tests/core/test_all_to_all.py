@@ -294,7 +294,10 @@ def call_of(
 BAD_CALLS: dict[str, tuple[dict[str, Any], str]] = {
     "no output_splits": ({"output_splits": None}, "input_splits are given alone"),
     "no input_splits": ({"input_splits": None}, "output_splits are given alone"),
-    "block_numel": ({"block_numel": 6}, "input_splits and output_splits are given with block_numel 6"),
+    "block_numel": (
+        {"block_numel": 6},
+        "input_splits and output_splits are given with block_numel 6",
+    ),
     "no segment": ({"num_segments": 0}, "and 0 segments"),
     "negative": ({"input_splits": (c_int64 * 1)(-1)}, r"input_splits\[0\] is -1"),
     "huge": ({"output_splits": (c_int64 * 1)(2**60)}, r"output_splits\[0\] is 1152921504606846976"),
