@@ -26,9 +26,10 @@ Operands::Operands(const ffi::RemainingArgs& args, const ffi::RemainingRets& ret
     const auto values = GetBuffer<ffi::AnyBuffer>(args, i);
     auto result = GetBuffer<ffi::AnyBuffer>(rets, i);
     dtype = ToDtype(values.element_type());
-    // The size of one block: if one side has a block for each rank, the other side has one block.
-    const auto elements =
+    // The size of one block: if only one side has a block for each rank, the other side has one.
+    auto elements =
         static_cast<int64_t>(std::min(values.element_count(), result->element_count()));
+    if (signature.verb.exchanges()) elements /= std::max<int64_t>(values.dimensions()[0], 1);
     void* residual = nullptr;
     if (signature.feedback) residual = GetBuffer<ffi::AnyBuffer>(rets, count + i)->untyped_data();
     leaves.push_back({static_cast<const std::byte*>(values.untyped_data()),

@@ -152,7 +152,10 @@ void Rendezvous::Run() {
   std::shared_ptr<Message> message;
   try {
     const Verb& verb = site_.signature().verb;
-    message = !verb.reduces ? Gather() : verb.blocks_in ? ReduceScatter() : ReduceAll();
+    message = verb.exchanges()  ? Exchange()
+              : !verb.reduces   ? Gather()
+              : verb.blocks_in  ? ReduceScatter()
+                                : ReduceAll();
   } catch (const std::exception& error) {
     Refuse(group_.processes, site_.NameOf(group_), StatusOf(error), error.what());
     End(StatusOf(error), error.what());
@@ -249,6 +252,36 @@ std::shared_ptr<Message> Rendezvous::Gather() {
   return message;
 }
 
+// The block for a process holds, for each of its members, a block from each member of this process.
+// The core copies the own block exactly.
+std::shared_ptr<Message> Rendezvous::Exchange() {
+  const int32_t dtype = calls_[0]->dtype();
+  auto message = NewMessage(dtype);
+  const int64_t block = calls_[0]->leaves()[0].elements(), bytes = block * SizeOf(dtype);
+  const auto locals = static_cast<int64_t>(calls_.size());
+  const auto members = static_cast<int64_t>(group_.members.size());
+  sent_ = Buffer(bytes * locals * members);
+  received_ = Buffer(bytes * locals * members);
+  std::byte* to = sent_.get();
+  for (const auto& receivers : group_.members_of) {
+    for (const int64_t receiver : receivers) {
+      for (const auto& call : calls_) {
+        std::memcpy(to, call->leaves()[0].values + receiver * bytes, bytes);
+        to += bytes;
+      }
+    }
+  }
+  for (int64_t pair = 0; pair < locals * locals; ++pair) {
+    const Call& sender = *calls_[pair % locals];
+    AddSegments(sender.leaves()[0], message.get());
+    AddSeeds(sender, pair, message.get());
+  }
+  message->fields.input = sent_.get();
+  message->fields.output = received_.get();
+  message->fields.block_numel = block * locals * locals;
+  return message;
+}
+
 void Rendezvous::End(cgx_status_t status, const std::string& text) {
   for (size_t place = 0; place < calls_.size(); ++place) {
     CompletionPool::get().run([self = shared_from_this(), place, status, text] {
@@ -275,7 +308,10 @@ void Rendezvous::Deliver(int64_t place) {
     const int64_t bytes = first.elements() * width;
     const auto locals = static_cast<int64_t>(calls_.size());
     for (size_t rank = 0; rank < group_.members.size(); ++rank) {
-      const int64_t from = group_.process_of[rank] * locals + group_.place_of[rank];
+      const int64_t sender = group_.place_of[rank];
+      const int64_t from = verb.exchanges()
+                               ? (group_.process_of[rank] * locals + place) * locals + sender
+                               : group_.process_of[rank] * locals + sender;
       std::memcpy(first.result + static_cast<int64_t>(rank) * bytes, received_.get() + from * bytes,
                   bytes);
     }

@@ -43,6 +43,7 @@ class Rendezvous : public std::enable_shared_from_this<Rendezvous> {
   std::shared_ptr<Message> ReduceAll();
   std::shared_ptr<Message> ReduceScatter();
   std::shared_ptr<Message> Gather();
+  std::shared_ptr<Message> Exchange();
   void End(cgx_status_t status, const std::string& text);
   void Deliver(int64_t place);
 

@@ -9,7 +9,7 @@ Without a mesh, `allreduce_q` reduces among processes. In plain `jax.jit` over s
 from cgx_ops.jax._src.collectives.allreduce import allreduce_q
 from cgx_ops.jax._src.collectives.plans import estimated_ready, numels_of
 from cgx_ops.jax._src.collectives.psum import pmean_q, psum_q
-from cgx_ops.jax._src.collectives.scatter_gather import all_gather_q, psum_scatter_q
+from cgx_ops.jax._src.collectives.scatter_gather import all_gather_q, all_to_all_q, psum_scatter_q
 from cgx_ops.jax._src.diloco.loop import DiLoCo
 from cgx_ops.jax._src.diloco.state import DiLoCoState, Flight, consolidate_copies
 from cgx_ops.jax._src.diloco.transform import diloco, sparse_loco
@@ -45,6 +45,7 @@ __all__ = [
     "PowerSGDState",
     "SignumState",
     "all_gather_q",
+    "all_to_all_q",
     "allreduce_q",
     "average_gradients",
     "compress_grads",

@@ -5,6 +5,7 @@
 3. derivatives: those of JAX's own collectives
 """
 
+import functools
 import hashlib
 import math
 from collections import Counter
@@ -51,7 +52,8 @@ class MeshGroups:
     size: int
     effects: ClassVar[set[compat.Effect]] = set()
     functions: ClassVar[dict[Verb, str]] = {
-        "allreduce": "psum_q", "reduce_scatter": "psum_scatter_q", "all_gather": "all_gather_q"
+        "allreduce": "psum_q", "reduce_scatter": "psum_scatter_q", "all_gather": "all_gather_q",
+        "all_to_all": "all_to_all_q",
     }  # fmt: skip
 
     def call_text(self, verb: Verb, name: str, *, indices: bool = False) -> str:
@@ -297,6 +299,7 @@ _EXACT: dict[Verb, Callable[..., jax.Array]] = {
     "allreduce": jax.lax.psum,
     "reduce_scatter": jax.lax.psum_scatter,
     "all_gather": jax.lax.all_gather,
+    "all_to_all": functools.partial(jax.lax.all_to_all, split_axis=0, concat_axis=0, tiled=True),
 }
 
 

@@ -1,4 +1,4 @@
-"""The primitive of psum_q, psum_scatter_q, all_gather_q and allreduce_q: one collective.
+"""The primitive of psum_q, psum_scatter_q, all_gather_q, all_to_all_q and allreduce_q.
 
 In this order: parameters, binding, abstract evaluation, lowering, batching, differentiation.
 
@@ -10,6 +10,7 @@ then the new residuals:
     allreduce         (batch, n)         (batch, n)
     reduce_scatter    (size, batch, n)   (batch, n)
     all_gather        (batch, n)         (size, batch, n)
+    all_to_all        (size, batch, n)   (size, batch, n)
 
 `size` appears where the core's table of verbs has a block for each rank.
 
@@ -99,7 +100,7 @@ class Settings:
 
     Attributes:
         verb: The collective.
-        op: "sum" or "avg"; all_gather ignores it.
+        op: "sum" or "avg"; of verbs that reduce.
         groups: The devices or processes that reduce together.
         configs: The Config of each leaf; the algorithm is the same for all.
         name: The user's; "" to name the call by its position in the program.

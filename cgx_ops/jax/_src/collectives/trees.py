@@ -39,6 +39,7 @@ _UNCOMPRESSED = {  # by caller, for error messages
     "psum_q": "jax.lax.psum",
     "psum_scatter_q": "jax.lax.psum_scatter",
     "all_gather_q": "jax.lax.all_gather",
+    "all_to_all_q": "jax.lax.all_to_all",
     "compress_grads": "jax.lax.psum",
 }
 
