@@ -27,8 +27,7 @@ Operands::Operands(const ffi::RemainingArgs& args, const ffi::RemainingRets& ret
     auto result = GetBuffer<ffi::AnyBuffer>(rets, i);
     dtype = ToDtype(values.element_type());
     // The size of one block: if only one side has a block for each rank, the other side has one.
-    auto elements =
-        static_cast<int64_t>(std::min(values.element_count(), result->element_count()));
+    auto elements = static_cast<int64_t>(std::min(values.element_count(), result->element_count()));
     if (signature.verb.exchanges()) elements /= std::max<int64_t>(values.dimensions()[0], 1);
     void* residual = nullptr;
     if (signature.feedback) residual = GetBuffer<ffi::AnyBuffer>(rets, count + i)->untyped_data();

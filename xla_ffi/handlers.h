@@ -8,8 +8,9 @@
 
 namespace cgx::xla {
 
-// Handlers of psum_q, psum_scatter_q and all_gather_q, on CPU and on CUDA: Instantiate creates a
-// Site, Execute starts the collective or, on CUDA, enqueues it on the device's stream.
+// Handlers of psum_q, psum_scatter_q, all_gather_q and all_to_all_q, on CPU and on CUDA:
+// Instantiate creates a Site, Execute starts the collective or, on CUDA, enqueues it on the
+// device's stream.
 XLA_FFI_DECLARE_HANDLER_SYMBOL(CollectiveInstantiate);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(CollectiveExecute);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(CudaCollectiveInstantiate);

@@ -25,12 +25,13 @@ nb::capsule Capsule(XLA_FFI_Handler* handler) {
   return nb::capsule(reinterpret_cast<void*>(handler));
 }
 
-// Handlers by target: psum_q, psum_scatter_q and all_gather_q have the same stages.
+// Handlers by target: the collectives over mesh axes have the same stages.
 nb::dict CollectiveHandlers(XLA_FFI_Handler* instantiate, XLA_FFI_Handler* execute) {
   nb::dict stages, handlers;
   stages["instantiate"] = Capsule(instantiate);
   stages["execute"] = Capsule(execute);
-  for (const char* target : {"cgx_psum_q", "cgx_psum_scatter_q", "cgx_all_gather_q"})
+  for (const char* target :
+       {"cgx_psum_q", "cgx_psum_scatter_q", "cgx_all_gather_q", "cgx_all_to_all_q"})
     handlers[target] = stages;
   return handlers;
 }

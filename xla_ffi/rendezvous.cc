@@ -152,10 +152,10 @@ void Rendezvous::Run() {
   std::shared_ptr<Message> message;
   try {
     const Verb& verb = site_.signature().verb;
-    message = verb.exchanges()  ? Exchange()
-              : !verb.reduces   ? Gather()
-              : verb.blocks_in  ? ReduceScatter()
-                                : ReduceAll();
+    message = verb.exchanges() ? Exchange()
+              : !verb.reduces  ? Gather()
+              : verb.blocks_in ? ReduceScatter()
+                               : ReduceAll();
   } catch (const std::exception& error) {
     Refuse(group_.processes, site_.NameOf(group_), StatusOf(error), error.what());
     End(StatusOf(error), error.what());

@@ -100,7 +100,7 @@ class Settings:
 
     Attributes:
         verb: The collective.
-        op: "sum" or "avg"; of verbs that reduce.
+        op: "sum" or "avg"; collectives that do not reduce ignore it.
         groups: The devices or processes that reduce together.
         configs: The Config of each leaf; the algorithm is the same for all.
         name: The user's; "" to name the call by its position in the program.
