@@ -6,6 +6,7 @@ of N processes. on_mesh() takes and returns whole arrays in every process, and e
 groups of several processes.
 """
 
+import itertools
 import os
 import sys
 import zlib
@@ -207,6 +208,29 @@ def gather_expected(
     own = [[seeds[m] + i for i, m in enumerate(members)] for members in ranks] if seeds else None
     gathered = reference.all_gather(blocks, segments, seeds=own, **knobs).reshape(rows.shape)
     return gathered[np.argsort(order)]
+
+
+def exchange_expected(
+    rows: Values, *, bits: int = 4, seeds: list[int] | None = None,
+    at: Sequence[int] | None = None, **knobs: Any,
+) -> Values:  # fmt: skip
+    """Return the oracle's result of one all_to_all_q: row r has the blocks that rank r receives.
+
+    rows[r, s]: rank r's block for rank s. at: as in expected().
+    """
+    ranks = ranks_of(processes_of(range(len(rows)) if at is None else at))
+    each, result = len(ranks[0]), np.empty_like(rows)
+    segment, numel = reference.Segment(0, 0, bits), rows[0, 0].size
+    # A process is a rank. Its block for another one has a segment for each pair of their devices.
+    for receiver, sender in itertools.product(range(each), repeat=2):
+        to, of = ([members[place] for members in ranks] for place in (receiver, sender))
+        own = [seeds[s] + receiver * each + sender for s in of] if seeds else None
+        inputs = [rows[s, to].reshape(-1) for s in of]
+        splits = [[numel] * len(ranks)] * len(ranks)
+        received = reference.all_to_all(inputs, splits, segment, seeds=own, **knobs)
+        for r, blocks in zip(to, received, strict=True):
+            result[r, of] = blocks.reshape(len(of), *rows.shape[2:])
+    return result
 
 
 def processes_of(devices: Sequence[int]) -> list[int]:

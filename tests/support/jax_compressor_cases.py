@@ -94,6 +94,9 @@ def numpy_result(
         config = replace(config, bits=4)
 
     def run(rank: int, comm: Communicator) -> Values:
+        if verb == "all_to_all":
+            blocks = values[rank].reshape(len(ranks), -1)
+            return comm.all_to_all(blocks, config, seed=seeds[rank]).reshape(rows[0].shape)
         given: dict[str, Any] = {} if verb == "all_gather" else {"op": op}
         if lost is not None:
             given["residual"] = lost[rank]
