@@ -23,7 +23,7 @@ from support.rank_checks import Launch, RankCheck, rank_checks
 
 from cgx_ops import Communicator, Config, InvalidArgument, Segment
 from cgx_ops._core import call
-from cgx_ops.jax import all_gather_q, allreduce_q, psum_q, psum_scatter_q
+from cgx_ops.jax import all_gather_q, all_to_all_q, allreduce_q, psum_q, psum_scatter_q
 
 use_cpu_devices(8)
 
@@ -176,21 +176,29 @@ def everywhere(x: jax.Array) -> jax.Array:
     return lax.pcast(x, ("replica", "fsdp"), to="varying")
 
 
+def exchanged(x: jax.Array) -> jax.Array:
+    """Return the block that the other device sent, of which each device has another half."""
+    blocks = all_to_all_q(x.reshape(2, -1), "fsdp", 0, 0, key=KEY)
+    return lax.dynamic_index_in_dim(blocks, 1 - lax.axis_index("fsdp"), keepdims=False)[None]
+
+
 BODIES = {
     "psum_q": lambda x: psum_q(x, "fsdp", key=KEY, config=SRA)[None],
     "carried": lambda x: psum_q(x, "fsdp", key=KEY, config=SRA, carrier="xla")[None],
     "psum_scatter_q": lambda x: psum_scatter_q(x, "fsdp", key=KEY, tiled=True)[None],
     "all_gather_q": lambda x: all_gather_q(x, "fsdp", key=KEY).reshape(1, -1)[:, :NUMEL],
+    "all_to_all_q": exchanged,
 }
 
 
 @pytest.mark.parametrize("name", BODIES)
 def test_groups_of_a_mesh(name: str) -> None:
     """Check that replicas' errors are independent under one key, so their mean's is smaller."""
-    axes = {"psum_scatter_q": ("replica", "fsdp"), "all_gather_q": ("replica", "fsdp")}
-    got = on_four(lambda x: BODIES[name](everywhere(x)), P(axes.get(name, "replica")))
-    exact = values() * (1 if name == "all_gather_q" else 2)
-    if name == "psum_scatter_q":
+    varies = name in ("psum_scatter_q", "all_gather_q", "all_to_all_q")
+    axes = ("replica", "fsdp") if varies else "replica"
+    got = on_four(lambda x: BODIES[name](everywhere(x)), P(axes))
+    exact = values() * (1 if name in ("all_gather_q", "all_to_all_q") else 2)
+    if name in ("psum_scatter_q", "all_to_all_q"):
         got = got.reshape(2, -1)
     if name == "all_gather_q":
         got = got[[0, 2]]

@@ -24,7 +24,7 @@ from support.rank_checks import Launch, RankCheck, listed, rank_checks
 
 from cgx_ops import Communicator, Config
 from cgx_ops._core import library
-from cgx_ops.jax import all_gather_q, allreduce_q, initialize, psum_q, psum_scatter_q
+from cgx_ops.jax import all_gather_q, all_to_all_q, allreduce_q, initialize, psum_q, psum_scatter_q
 from cgx_ops.jax._src.collectives import mesh_groups
 from cgx_ops.jax._src.collectives.primitive import Settings
 from cgx_ops.jax._src.runtime import handlers
@@ -126,6 +126,12 @@ def test_other_platforms(platform: str) -> None:
 def test_carrier_xla() -> None:
     with pytest.raises(NotImplementedError, match=r"carrier='xla' supports only CPU.*'native'"):
         lowered(lambda v: psum_q(v, "d", carrier="xla"), normal(6, 8, 600))
+
+
+def test_all_to_all() -> None:
+    said = r"all_to_all_q supports only CPU devices.*jax\.lax\.all_to_all"
+    with pytest.raises(NotImplementedError, match=said):
+        lowered(lambda v: all_to_all_q(v, "d", 0, 0), normal(7, 8, 8, 600))
 
 
 def test_mesh_without_devices() -> None:

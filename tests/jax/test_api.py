@@ -36,7 +36,7 @@ FOR_GRADIENTS: list[Any] = [
 ]  # fmt: skip
 CALLS: list[Any] = [
     psum_q, cgx_ops.jax.pmean_q, cgx_ops.jax.allreduce_q, cgx_ops.jax.psum_scatter_q,
-    cgx_ops.jax.all_gather_q, *FOR_GRADIENTS,
+    cgx_ops.jax.all_gather_q, cgx_ops.jax.all_to_all_q, *FOR_GRADIENTS,
 ]  # fmt: skip
 
 

@@ -18,6 +18,7 @@ from cgx_ops import Communicator, Config, Rules
 from cgx_ops._core.tables import COMPRESSORS
 from cgx_ops.jax import (
     all_gather_q,
+    all_to_all_q,
     allreduce_q,
     average_gradients,
     compress_grads,
@@ -47,6 +48,7 @@ CALLS: dict[str, Callable[..., Any]] = {
     "pmean_q": lambda v, **given: pmean_q(v, "d", **given),
     "psum_scatter_q": lambda v, **given: psum_scatter_q(v, "d", **given),
     "all_gather_q": lambda v, **given: all_gather_q(v, "d", **given),
+    "all_to_all_q": lambda v, **given: all_to_all_q(v, "d", 0, 0, **given),
     "allreduce_q": lambda v, **given: allreduce_q(v, Communicator.local(2)[0], **given),
     "value_and_grad": lambda v, **given: value_and_grad(jnp.sum, "d", **given)(v),
     "average_gradients": lambda v, **given: average_gradients("d", **given).init(v),
@@ -54,7 +56,8 @@ CALLS: dict[str, Callable[..., Any]] = {
 }
 # The other calls raise for the shard_map of trace().
 TRACED = [name for name in CALLS if name not in ("allreduce_q", "compress_grads")]
-WITH_RULES = [name for name in CALLS if name not in ("psum_scatter_q", "all_gather_q")]
+WITHOUT_RULES = ("psum_scatter_q", "all_gather_q", "all_to_all_q")
+WITH_RULES = [name for name in CALLS if name not in WITHOUT_RULES]
 
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"compressor": "gzip"}, "compressor is 'gzip'; it must be one of 'uniform', 'levels'"),

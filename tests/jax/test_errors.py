@@ -1,5 +1,6 @@
-"""The errors of psum_q and their texts; the process remains usable afterwards."""
+"""The errors of psum_q and the like, and their texts; the process remains usable afterwards."""
 
+import functools
 import re
 import subprocess
 import sys
@@ -24,7 +25,7 @@ from support.jax_cases import (
 
 from cgx_ops import CgxError, _xla_ffi
 from cgx_ops._core import launchers
-from cgx_ops.jax import all_gather_q, pmean_q, psum_q, psum_scatter_q
+from cgx_ops.jax import all_gather_q, all_to_all_q, pmean_q, psum_q, psum_scatter_q
 from cgx_ops.jax._src.runtime.launching import _Ticket, _Tickets
 
 use_cpu_devices(8)
@@ -34,6 +35,11 @@ pytestmark = pytest.mark.timeout(120)
 
 def run(body: Callable[..., Any], x: Any) -> Any:
     return jax.block_until_ready(on_mesh(mesh_of((8,), ("d",)), body)(x))
+
+
+@functools.wraps(all_to_all_q)
+def exchange(x: Any, axis_name: Any, **given: Any) -> Any:
+    return all_to_all_q(x, axis_name, 0, 0, **given)
 
 
 @pytest.fixture(autouse=True)
@@ -50,6 +56,7 @@ def usable_afterwards() -> Any:
         (pmean_q, "jax.lax.pmean"),
         (psum_scatter_q, "jax.lax.psum_scatter"),
         (all_gather_q, "jax.lax.all_gather"),
+        (exchange, "jax.lax.all_to_all"),
     ],
 )
 @pytest.mark.parametrize(
@@ -129,7 +136,7 @@ def test_knobs_out_of_range(knob: str, value: Any) -> None:
         (jax.random.split(jax.random.key(0), 3), ValueError, r"3 keys, of shape \(3,\)"),
     ],
 )
-@pytest.mark.parametrize("reduce", [psum_q, psum_scatter_q, all_gather_q])
+@pytest.mark.parametrize("reduce", [psum_q, psum_scatter_q, all_gather_q, exchange])
 def test_invalid_keys(reduce: Any, key: Any, error: type[Exception], said: str) -> None:
     with pytest.raises(error, match=f"{reduce.__name__}: key is .*{said}"):
         run(lambda v: reduce(v, "d", key=key), np.ones((8, 8, 100), np.float32))

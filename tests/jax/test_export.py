@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 from support.jax_cases import (
     SRA,
     Values,
+    exchange_expected,
     expected,
     gather_expected,
     mesh_of,
@@ -25,7 +26,7 @@ from support.jax_cases import (
 from support.launch import mpirun
 
 import cgx_ops.jax
-from cgx_ops.jax import all_gather_q, psum_q, psum_scatter_q
+from cgx_ops.jax import all_gather_q, all_to_all_q, psum_q, psum_scatter_q
 
 use_cpu_devices(8)
 
@@ -47,6 +48,7 @@ BODIES: dict[str, tuple[Body, Callable[[Values], Any]]] = {
     ),
     "psum_scatter_q": (lambda v: psum_scatter_q(v, "d"), scatter_expected),
     "all_gather_q": (lambda v: all_gather_q(v, "d"), lambda x: [gather_expected(x)] * 8),
+    "all_to_all_q": (lambda v: all_to_all_q(v, "d", 0, 0), exchange_expected),
 }
 
 

@@ -23,7 +23,7 @@ from support.jax_cases import (
     use_cpu_devices,
 )
 
-from cgx_ops.jax import all_gather_q, pmean_q, psum_q, psum_scatter_q
+from cgx_ops.jax import all_gather_q, all_to_all_q, pmean_q, psum_q, psum_scatter_q
 
 use_cpu_devices(8)
 
@@ -107,6 +107,10 @@ def pairs_with_exact(tiled: bool) -> dict[str, tuple[Any, Any]]:
             lambda v: all_gather_q(v, "d", tiled=tiled),
             lambda v: lax.all_gather(v, "d", tiled=tiled),
         ),
+        "all_to_all_q": (
+            lambda v: all_to_all_q(v, "d", 0, 0, tiled=tiled),
+            lambda v: lax.all_to_all(v, "d", 0, 0, tiled=tiled),
+        ),
     }
 
 
@@ -155,6 +159,7 @@ def test_gradients_are_right_in_both_modes() -> None:
         "psum": lambda v: psum_q(v, "d", bits=32),
         "scatter": lambda v: psum_scatter_q(v, "d", bits=32),
         "gather": lambda v: all_gather_q(v, "d", bits=32),
+        "exchange": lambda v: all_to_all_q(v, "d", 0, 1, bits=32),
     }
     for body in bodies.values():
         mapped = on_mesh(mesh, lambda v, body=body: jnp.sin(body(v)), check_vma=True)

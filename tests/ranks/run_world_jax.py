@@ -73,6 +73,12 @@ OVER_THE_MESH: dict[str, Callable[[], Any]] = {
         )
         / jax.device_count()
     ),
+    "all_to_all_q": lambda: over_mesh(
+        lambda x: cgx.all_to_all_q(jnp.tile(x, (jax.device_count(), 1)), "data", 0, 0, bits=4).mean(
+            0
+        ),
+        SPLIT,
+    ),
     "compress_grads": lambda: (
         over_mesh(
             lambda x: jax.grad(lambda w: loss(cgx.compress_grads(w, "data", bits=4), x[0]))(
