@@ -56,6 +56,15 @@ def test_residuals_of_several_devices_a_process() -> None:
     )  # fmt: skip
 
 
+@pytest.mark.timeout(240)
+def test_all_to_all_of_several_devices_a_process() -> None:
+    check_pytest(
+        2, "-m", "not exhaustive", "-k", "meshes or vmap or derivatives or trees",
+        HERE / "test_all_to_all.py",
+        timeout=220, env=UNOPTIMIZED,
+    )  # fmt: skip
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_meshes_and_compressors_of_several_devices_a_process() -> None:
