@@ -23,15 +23,10 @@ argument, `-` an argument that the call does not have. [Options](options.md) lis
 
 The APIs differ in these points:
 
-- **Names of the calls** are those of the framework: `psum`, `pmean` and `all_gather` in JAX,
-  `all_reduce` in PyTorch, methods of a communicator in numpy.
-- **Ranks** are a communicator in numpy, a process group (`group`, `process_group`) in PyTorch and
-  mesh axes (`axis_name`) in JAX.
-- **`op`** is an argument in numpy and PyTorch. JAX has a function for each (`psum_q`, `pmean_q`),
-  and its `compress_grads` sums, as `jax.grad` does.
+- **Ranks**: a communicator (numpy), `group` or `process_group` (PyTorch), `axis_name` (JAX).
+- **`op`**: JAX has `psum_q` and `pmean_q`, and its `compress_grads` sums, as `jax.grad` does.
 - **`key`** is JAX's source of randomness. PyTorch and numpy have seeds and counters instead.
-- **`out`**, `segments`, `seed` and `timeout` belong to numpy's `Communicator`: frameworks own
-  memory and messages.
+- **`out`**, `segments`, `timeout`, and the `seed` of a collective, exist only in numpy.
 - **`fuse`** divides a JAX tree into messages, and **`mesh`** is that of `jax.shard_map`.
 - **`carrier`** names the framework's own collectives as the transport: "c10d" or "xla".
 - **State** is an argument of optax transformations and a separate object in PyTorch, so DDP
@@ -49,7 +44,12 @@ _CALLS: _Calls = [
         cgx_ops.jax.psum_scatter_q,
     ),
     ("Gather", Communicator.all_gather, cgx_ops.torch.all_gather, cgx_ops.jax.all_gather_q),
-    ("Exchange blocks", Communicator.all_to_all, cgx_ops.torch.all_to_all, None),
+    (
+        "Exchange blocks",
+        Communicator.all_to_all,
+        cgx_ops.torch.all_to_all,
+        cgx_ops.jax.all_to_all_q,
+    ),
     ("Gradients in backward", None, cgx_ops.torch.compress_grads, cgx_ops.jax.compress_grads),
     (
         "Gradients with error feedback",

@@ -1,4 +1,4 @@
-"""psum_scatter_q, all_gather_q and all_to_all_q: collectives of a block for each device.
+"""psum_scatter_q, all_gather_q and all_to_all_q: collectives with a block for each device.
 
 Each device's block is compressed separately. Shapes are those of `jax.lax.psum_scatter`,
 `jax.lax.all_gather` and `jax.lax.all_to_all`.
@@ -182,9 +182,9 @@ def all_to_all_q(
 ) -> Any:
     """Exchange blocks among all devices of a group, quantized, like `jax.lax.all_to_all`.
 
-    Each block is encoded once by its sender and decoded once by its receiver. The block that a
-    device keeps is exact. If a process has several devices of a group in several processes, blocks
-    between its own devices are exact, too. The derivative is the exact one of `jax.lax.all_to_all`.
+    The sender encodes each block once, and the receiver decodes it. A device's block for itself is
+    copied exactly. If several processes have several devices of a group each, blocks between
+    devices of one process are exact, too. The derivative is the exact one of `jax.lax.all_to_all`.
 
     Args:
         x: An array or a pytree of arrays of float32, float16 or bfloat16. Each leaf is a separate
@@ -209,7 +209,7 @@ def all_to_all_q(
             `psum_q`.
         NameError: An axis name is not bound by a `shard_map` around the call.
         TypeError: A leaf, key or static argument has the wrong type, as in `psum_q`.
-        NotImplementedError: The operands are on GPUs; else as in `psum_scatter_q`.
+        NotImplementedError: The operands are on GPUs; see also `psum_scatter_q`.
         RuntimeError: Processes cannot connect natively, or the mesh is abstract, as in `psum_q`.
         jax.errors.JaxRuntimeError: At run time, a peer failed, as in `psum_q`.
 
