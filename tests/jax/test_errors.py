@@ -1,4 +1,4 @@
-"""The errors of psum_q and the like, and their texts; the process remains usable afterwards."""
+"""The errors of psum_q and other collectives; the process remains usable afterwards."""
 
 import functools
 import re
