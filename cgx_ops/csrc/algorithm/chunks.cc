@@ -102,7 +102,7 @@ void copy_own_block(const Plan& plan) {
   for (size_t i = 0; i < from.size(); ++i)
     if (from[i].numel > 0)
       std::memmove(plan.output + to[i].output_at, plan.input + from[i].input_at,
-                  plan.bytes(from[i].numel));
+                   plan.bytes(from[i].numel));
 }
 
 void pass_through(const Plan& plan) {
