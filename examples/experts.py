@@ -68,10 +68,10 @@ class Experts(nn.Module):
         return all_to_all(tokens, received, sent, config=self.config, grad_config=self.config)
 
 
-def train(bits: int, epochs: int) -> dict[str, Any]:
+def train(bits: int, epochs: int, seed: int) -> dict[str, Any]:
     """Train one model; return its accuracy, traffic, times and loss curve."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     experts = Experts(Config(bits))
     model = nn.Sequential(nn.Linear(64, HIDDEN), nn.ReLU(), experts, nn.Linear(HIDDEN, 10))
     own = set(experts.expert.parameters())
@@ -109,10 +109,11 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Digits with a mixture of experts.")
     parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--bits", type=int, nargs="+", default=[32, 8, 4])
+    parser.add_argument("--seed", type=int, default=0, help="of the weights")
     arguments = parser.parse_args()
     dist.init_process_group("cgx")
     for bits in arguments.bits:
-        result = train(bits, arguments.epochs)
+        result = train(bits, arguments.epochs, arguments.seed)
         if dist.get_rank() == 0:
             print(json.dumps(result), flush=True)
     dist.destroy_process_group()
