@@ -199,7 +199,7 @@ def test_losses_are_compared_with_exact_adamw_of_the_same_seed() -> None:
     found += [trained("exact", s, 0.9, 9.0) for s in (0, 1)]
     assert adamw.best_rate(found, "digits") == 0.1
     assert adamw.differences(found, "digits", "4 bits", 0.3) == pytest.approx([0.5, 0.5])
-    row = adamw.summary_of(found).rows[2]
+    row = adamw.summary_of(found).rows[1]
     assert row == ["4 bits", "4.0", "+0.500 ± 0.000", ""]
     text = adamw.spread(adamw.differences(found, "digits", "1-bit Adam", 0.3))
     assert text == "1 of 2 diverge"
