@@ -38,6 +38,7 @@ def _readers_program(block: str) -> dict[str, Any]:
         "ddp": ddp, "fsdp": fsdp, "module": net, "model": model, "x": x, "xs": [x],
         "e": torch.zeros_like(x), "rank": dist.get_rank(), "steps_per_epoch": 10,
         "subgroup": None, "mesh": {"data": dist.group.WORLD}, "batch": torch.ones(64, 64),
+        "tokens": torch.ones(4, 64), "sent": [2, 2], "received": [2, 2],
         "weights": {"head": torch.ones(8, 8, requires_grad=True)},
         "train_step": lambda x: collectives.all_reduce(x, "avg", dist.group.WORLD) + 1,  # pyright: ignore[reportArgumentType]
         "state": ddp.QuantizedAllreduceState(), "batches": [x] * 3, "folder": "checkpoint",

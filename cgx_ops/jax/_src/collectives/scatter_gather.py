@@ -219,7 +219,7 @@ def all_to_all_q(
         >>> mesh = jax.make_mesh((1,), ("expert",))
         >>> dispatch = jax.shard_map(
         ...     lambda x: all_to_all_q(x, "expert", 0, 0, tiled=True, bits=8),
-        ...     mesh=mesh, in_specs=jax.P("expert"), out_specs=jax.P("expert"),
+        ...     mesh=mesh, in_specs=jax.P(), out_specs=jax.P("expert"),
         ... )
         >>> dispatch(jax.numpy.ones((4, 2))).shape  # one device
         (4, 2)
