@@ -137,6 +137,15 @@ PARTS: dict[str, tuple[Run, ...]] = {
             rate="100mbit",
         ),
     ),
+    "exchange": tuple(
+        Run(
+            f"exchange-1gbit-{hosts}",
+            ("benchmarks/exchange.py", "--link-rate", "1gbit"),
+            hosts=hosts,
+            rate="1gbit",
+        )
+        for hosts in (2, 4)
+    ),
     "transports": (
         transports("1gbit-2", 2, "1gbit"),
         transports("1gbit-4", 4, "1gbit"),
