@@ -432,7 +432,8 @@ def summary_of(found: Found) -> Table:
     tasks = list(dict.fromkeys(each.task for each in found))
     places = [(t, rate) for t in tasks for rate in (best_rate(found, t), best_rate(found, t) / 3)]
     rows = []
-    for method in (m for m in METHODS if m in {each.method for each in found}):
+    trained = {each.method for each in found}
+    for method in (each for each in METHODS if each in trained):
         cells = []
         for task, rate in places:
             mine = of(found, task, method, rate)

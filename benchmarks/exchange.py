@@ -6,10 +6,10 @@ Every rank is on another host. A round times each once, with equal blocks.
 """
 
 import argparse
-import platform
 from dataclasses import asdict, dataclass
 
 import numpy as np
+import places
 import torch
 import torch.distributed as dist
 from mpi4py import MPI
@@ -18,7 +18,7 @@ import cgx_ops
 from cgx_ops import Config
 from cgx_ops._core.codec import encoded_bytes
 from cgx_ops._core.table import Table
-from cgx_ops._core.units import parse_rate, parse_size, rate_text, size_text, time_text
+from cgx_ops._core.units import parse_rate, parse_size, size_text, time_text
 from cgx_ops.bench.measure import Summary, Timed, measure
 from cgx_ops.bench.peers import PEERS, MpiRanks
 from cgx_ops.bench.report import Report
@@ -93,12 +93,10 @@ def main() -> None:
     options = parser.parse_args()
     PEERS["gloo"].build(np.zeros(1, np.float32), np.zeros(1, np.float32))  # starts torch's group
     found = [each for size in options.sizes for each in measure_size(size, options.link_rate)]
-    hosts = len(set(MPI.COMM_WORLD.allgather(platform.node())))
+    hosts = places.host_count()
     if MPI.COMM_WORLD.rank != 0:
         return
-    where = f"{MPI.COMM_WORLD.size} ranks on {hosts} hosts"
-    where += f", links of {rate_text(options.link_rate)}" if options.link_rate else ""
-    table = table_of(found, where)
+    table = table_of(found, places.described(hosts, options.link_rate))
     table.print()
     if options.json:
         settings = {"ranks": MPI.COMM_WORLD.size, "hosts": hosts, "link_rate": options.link_rate}

@@ -7,19 +7,19 @@ MPI_Allreduce and gloo. `tcp / mpi` is the median over rounds of the ratio of th
 """
 
 import argparse
-import platform
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 import numpy as np
+import places
 from mpi4py import MPI
 
 import cgx_ops
 from cgx_ops import Communicator, Config
 from cgx_ops._core.codec import encoded_bytes
 from cgx_ops._core.table import Table
-from cgx_ops._core.units import parse_rate, parse_size, rate_text, size_text, time_text
+from cgx_ops._core.units import parse_rate, parse_size, size_text, time_text
 from cgx_ops.bench.allreduce import SIZES
 from cgx_ops.bench.measure import Summary, Timed, measure
 from cgx_ops.bench.peers import PEERS, MpiRanks
@@ -118,12 +118,10 @@ def main() -> None:
     options = parser.parse_args()
     over = communicators()
     found = [each for size in options.sizes for each in measure_size(size, over, options.link_rate)]
-    hosts = len(set(MPI.COMM_WORLD.allgather(platform.node())))
+    hosts = places.host_count()
     if MPI.COMM_WORLD.rank != 0:
         return
-    where = f"{MPI.COMM_WORLD.size} ranks on {hosts} hosts"
-    where += f", links of {rate_text(options.link_rate)}" if options.link_rate else ""
-    table = table_of(found, where)
+    table = table_of(found, places.described(hosts, options.link_rate))
     table.print()
     if options.json:
         settings = {"ranks": MPI.COMM_WORLD.size, "hosts": hosts, "link_rate": options.link_rate}

@@ -7,11 +7,11 @@ limit is the time that the link takes for the bytes that the rank really sent, h
 """
 
 import argparse
-import platform
 from dataclasses import asdict, dataclass
 
 import ml_dtypes
 import numpy as np
+import places
 from mpi4py import MPI
 
 import cgx_ops
@@ -119,7 +119,7 @@ def main() -> None:
     parser.add_argument("--json", metavar="FILE")
     options = parser.parse_args()
     found = measure_all(options.size, options.link_rate, options.budget)
-    hosts = len(set(MPI.COMM_WORLD.allgather(platform.node())))
+    hosts = places.host_count()
     if MPI.COMM_WORLD.rank != 0:
         return
     title = f"variable lengths, {size_text(options.size)}, {hosts} hosts, "

@@ -56,7 +56,7 @@ def through_experts(weights: Weights, tokens: jax.Array, bits: int) -> tuple[jax
     Args:
         weights: Those of this device: one expert's, (1, HIDDEN, HIDDEN) each.
         tokens: This device's, (n, HIDDEN).
-        bits: Of the tokens on their way.
+        bits: The bits in which tokens travel.
 
     Returns:
         Tokens, (n, HIDDEN), and the imbalance, 1 if all experts get equally many.

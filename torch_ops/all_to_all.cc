@@ -204,7 +204,7 @@ at::Tensor call_parts(const at::Tensor& x, c10::SymIntArrayRef output_sizes,
   return wait.call(start.call(x, output_sizes, input_sizes, seed, packed, o.group_name));
 }
 
-// The gradient of a block is sent back to the rank that sent the block. It has options of its own.
+// The gradient of a block is sent back to the rank that sent the block. Its options are separate.
 class Exchange : public torch::autograd::Function<Exchange> {
  public:
   static constexpr bool is_traceable = true;
