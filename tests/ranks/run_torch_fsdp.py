@@ -9,13 +9,23 @@ is recorded and compared with the oracle's. The checks are in torch_fsdp/.
 import checks
 import torch.distributed as dist
 from support import torch_cases as tc
-from torch_fsdp import adaptive, ambient, feedback, messages, refusals, rules, training
+from torch_fsdp import (
+    adaptive,
+    ambient,
+    differences,
+    feedback,
+    messages,
+    refusals,
+    rules,
+    training,
+)
 
 
 def main() -> None:
     tc.forget_compiled_graphs()
     dist.init_process_group("cgx")
-    checks.run(checks.of_modules(messages, training, rules, refusals, feedback, adaptive, ambient))
+    modules = (messages, training, rules, refusals, feedback, adaptive, ambient, differences)
+    checks.run(checks.of_modules(*modules))
     dist.destroy_process_group()
 
 

@@ -19,13 +19,20 @@ ON_TWO = ["messages_equal_the_oracle", "weights_in_forward", "other_layouts", "t
 ON_TWO += ["rules.*", "refusals.*", "ambient.*", *FEEDBACK, *WHOSE]
 ON_FOUR = ["messages_equal_the_oracle", "hybrid", "smaller_mesh_after_forward", *WHOSE]
 ON_FOUR += ["feedback_matches_reduce_scatter", "ambient.defaults", "failure_on_one_rank"]
-LONGER = [*FEEDBACK, "consolidated_residuals_fit_any_number_of_shards"]
+ON_FOUR += ["differences_equal_the_oracle", "unchanged_weights_are_not_sent", "replicas_of_shards"]
+ON_FOUR += ["resumed_differences_are_bitwise_equal", "bad_differences"]
+LONGER = [
+    *FEEDBACK,
+    "differences_fit_any_number_of_shards",
+    "consolidated_residuals_fit_any_number_of_shards",
+]
+SLOW_ON_TWO = ["adaptive.*", "replicas_do_not_drift", "all_training_modes_with_differences"]
 PROGRAM = "run_torch_fsdp.py"
 
 
 @rank_checks(
     Launch(4, PROGRAM, *ON_FOUR, env=tc.ENVIRONMENT, timeout=150),
-    Launch(2, PROGRAM, "adaptive.*", env=tc.ENVIRONMENT, timeout=150, marks=[pytest.mark.slow]),
+    Launch(2, PROGRAM, *SLOW_ON_TWO, env=tc.ENVIRONMENT, timeout=150, marks=[pytest.mark.slow]),
     Launch(4, PROGRAM, *LONGER, env=tc.ENVIRONMENT, timeout=150, marks=[pytest.mark.slow]),
     Launch(2, PROGRAM, *ON_TWO, env=tc.ENVIRONMENT, timeout=150, marks=[pytest.mark.exhaustive]),
 )

@@ -118,6 +118,8 @@ class ShardedParameter:
         shape: of the whole parameter (for a DTensor, of this rank's part).
         dim: the dimension that is divided among the ranks.
         numel: number of elements in each rank's block, including padding.
+        padded: shape of each rank's block.
+        sharded: the parameter that the optimizer updates, a DTensor.
         trainable: whether it gets a gradient.
         plain: whether its shard itself is gathered; a tensor subclass may send something else.
     """
@@ -127,6 +129,8 @@ class ShardedParameter:
     shape: torch.Size
     dim: int
     numel: int
+    padded: torch.Size
+    sharded: torch.nn.Parameter
     trainable: bool
     plain: bool
 
@@ -171,11 +175,21 @@ def fsdp_parameters(group: Any) -> list[ShardedParameter]:
             parameter._orig_size,
             parameter.fsdp_placement.dim,
             parameter.padded_sharded_param_size.numel(),
+            parameter.padded_sharded_param_size,
+            parameter.sharded_param,
             parameter.sharded_param.requires_grad,
             not hasattr(parameter._sharded_local_tensor, "fsdp_pre_all_gather"),
         )
         for parameter in group.fsdp_params
     ]
+
+
+def version_of(parameter: ShardedParameter) -> tuple[int, int]:
+    """Return numbers that change when an operation changes a parameter.
+
+    Those of an optimizer that works on lists of parameters (foreach=True) do not change them.
+    """
+    return id(parameter.sharded), parameter.sharded._version
 
 
 def in_backward() -> bool:

@@ -120,6 +120,10 @@ class Block:
                 first += p.numel
         return found
 
+    def shards(self) -> dict[str, parallel.ShardedParameter]:
+        """Return all parameters by name, in the order of their positions in a gathered block."""
+        return {self._name_of(p): p for p in parallel.fsdp_parameters(self._group)}
+
     def layers(self) -> tuple[list[str], list[Segment]]:
         """Return the names of the trainable parameters, and their segments."""
         trainable = [p for p in parallel.fsdp_parameters(self._group) if p.trainable]

@@ -30,6 +30,8 @@ from cgx_ops.torch.averaging.layers import Layer, layer_name
 from cgx_ops.torch.averaging.reports import report_layers
 from cgx_ops.torch.backend.groups import communicator_of
 from cgx_ops.torch.fsdp.block import Block, rows_of
+from cgx_ops.torch.fsdp.custom import Custom, plain_of
+from cgx_ops.torch.fsdp.differences import DifferenceGather, Differences, require_convergence
 from cgx_ops.torch.fsdp.feedback import Feedback
 from cgx_ops.torch.fsdp.state import State
 from cgx_ops.torch.graph.work import start
@@ -46,7 +48,7 @@ _OPS: dict[str, Op] = {"SUM": "sum", "AVG": "avg", "PREMUL_SUM": "sum"}
 def compress(
     model: nn.Module,
     gradients: Config | None = GRADIENTS,
-    weights: Config | None = None,
+    weights: Config | Differences | None = None,
     *,
     rules: Rules | None = None,
     feedback: Feedback | None = None,
@@ -64,8 +66,9 @@ def compress(
         model: a module that contains FSDPModules, or is one.
         gradients: settings of the gradients' reduce-scatter. None: exact. The fields algorithm,
             gather_bits and intra_bits are ignored.
-        weights: settings of the weights' all-gather, for example `WEIGHTS`. None: exact. Use
-            rounding "shift" or "stochastic", because rounding to nearest biases training.
+        weights: settings of the weights' all-gather. A `Differences` sends changes only. A Config,
+            for example `WEIGHTS`, sends the weights; use rounding "shift" or "stochastic" for them,
+            because rounding to nearest biases training. None: exact.
         rules: settings of parameters by name, for both directions. None: `Rules()`, which sends
             biases and other one-dimensional parameters exact. `cgx_ops.torch.exclude_layer` and
             similar functions have no effect on FSDP2. Equal on all ranks.
@@ -85,7 +88,8 @@ def compress(
         InvalidArgument: no module is wrapped, a module is only replicated, cgx_ops cannot connect a
             process group, or `feedback` or `adaptive` does not fit `gradients`.
         ValueError: a module shards its parameters over several meshes.
-        TypeError: `gradients` or `weights` is not a Config, or `rules` is not a Rules.
+        TypeError: `gradients` is not a Config, `weights` is neither a Config nor a Differences, or
+            `rules` is not a Rules.
 
     Example:
         >>> import torch
@@ -101,9 +105,12 @@ def compress(
         >>> checkpoint = state.state_dict()  # save it beside model and optimizer
         >>> dist.destroy_process_group()
     """
-    for role, config in (("gradients", gradients), ("weights", weights)):
-        if not isinstance(config, Config | None):
-            raise TypeError(f"{role} is {config!r}; it must be a cgx_ops.Config or None")
+    if not isinstance(gradients, Config | None):
+        raise TypeError(f"gradients is {gradients!r}; it must be a cgx_ops.Config or None")
+    if not isinstance(weights, Config | Differences | None):
+        raise TypeError(
+            f"weights is {weights!r}; it must be a cgx_ops.Config, a fsdp.Differences or None"
+        )
     gathered = reduced = Rules() if rules is None else require_rules(rules)
     names = {module: layer_name(name) for name, module in model.named_modules()}
     wrapped = {name: module for module, name in names.items() if isinstance(module, FSDPModule)}
@@ -115,6 +122,9 @@ def compress(
     every = list(model.named_parameters(remove_duplicate=False))
     known = [layer_name(name) for name, _ in every]
     gathered.warn_of_unmatched(known)
+    if isinstance(weights, Differences):
+        for name, p in zip(known, (p for _, p in every), strict=True):
+            require_convergence(gathered.of(name, p.dim(), weights.config), f"parameter '{name}'")
     if gradients is None and weights is not None:
         # Install ours anyway: a reduction shows that the weights were used and need new noise.
         gradients, reduced = Config(bits=EXACT_BITS), Rules()
@@ -151,8 +161,10 @@ def compress(
         if any(parameter.trainable for parameter in parallel.fsdp_parameters(group)):
             state.trained.add(name)
         state.everywhere &= parallel.fsdp_mesh_size(group) == dist.get_world_size()
-        gather, reduce = map(_plain, parallel.fsdp_communications(group))
-        if weights is not None:
+        gather, reduce = map(plain_of, parallel.fsdp_communications(group))
+        if isinstance(weights, Differences):
+            gather = DifferenceGather(block(gathered, weights.config), weights, state, gather)
+        elif weights is not None:
             gather = _AllGather(block(gathered, weights), weights, state, gather)
         if gradients is not None:
             reducing.append(block(reduced, gradients))
@@ -175,25 +187,7 @@ def _report(blocks: Sequence[Block], config: Config) -> None:
     report_layers((id(blocks), "FSDP2"), "FSDP2", blocks[0].ranks, config, names, segments)
 
 
-def _plain(communication: Any) -> Any:
-    """Return the communication that was installed before compress()."""
-    return communication.plain if isinstance(communication, _Custom) else communication
-
-
-class _Custom:
-    """A custom collective that FSDP calls for one group of parameters."""
-
-    def __init__(self, block: Block, config: Config, state: State, plain: Any) -> None:
-        self.plain = plain
-        self._block, self._config, self._state = block, config, state
-
-    def allocate(
-        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
-        return self.plain.allocate(size, dtype=dtype, device=device)
-
-
-class _AllGather(_Custom):
+class _AllGather(Custom):
     def __call__(
         self,
         output_tensor: torch.Tensor,
@@ -224,7 +218,7 @@ class _AllGather(_Custom):
         return work if asynchronous else None
 
 
-class _ReduceScatter(_Custom):
+class _ReduceScatter(Custom):
     before_first: Callable[[], None]  # logs that training starts
 
     def __call__(

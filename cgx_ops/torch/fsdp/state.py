@@ -13,6 +13,7 @@ from cgx_ops.planner import AdaptiveBits
 from cgx_ops.torch._compat import parallel
 from cgx_ops.torch.averaging.adaptation import Adaptation
 from cgx_ops.torch.averaging.loaded import require_layers
+from cgx_ops.torch.fsdp.base import Bases
 from cgx_ops.torch.fsdp.block import Block
 from cgx_ops.torch.fsdp.feedback import Feedback, Kept
 
@@ -61,6 +62,7 @@ class State:
         self._seed = seed
         self.kept = None if feedback is None else Kept(feedback)
         self.adaptive = adaptive
+        self.bases = Bases()
         self.everywhere = True
         self.trained: set[str] = set()  # names of modules with gradients to reduce
         self.modules: set[str] = set()  # names of modules, one for each sharded group
@@ -69,14 +71,15 @@ class State:
         self._steps = -1
         self._reduced: set[str] = set()  # names of modules reduced in this step
         self._draws = 0
-        self._reductions = 0
+        self.reductions = 0
         self._used = False  # whether a backward used this draw
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes for pickles, without those of this process."""
         if self._adaptation is not None:
             self._adaptation.settle()
-        return self.__dict__ | {"_adaptation": None}
+        bases = self.bases.apart(self.reductions)
+        return self.__dict__ | {"_adaptation": None, "bases": bases}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint: counts, and with error feedback this rank's residuals.
@@ -87,7 +90,7 @@ class State:
         Returns:
             The state by name, with copies of the residuals.
         """
-        saved: dict[str, Any] = {"draws": self._draws, "reductions": self._reductions}
+        saved: dict[str, Any] = {"draws": self._draws, "reductions": self.reductions}
         saved["used"] = int(self._used)
         if self.kept is not None:
             saved["kept"] = self.kept.state_dict()
@@ -95,6 +98,8 @@ class State:
             if self._adaptation is not None:
                 self._adaptation.settle()
             saved |= {"steps": self._steps, "adaptive": copy.deepcopy(self.adaptive)}
+        if self.bases:
+            saved["bases"] = self.bases.state_dict(self.reductions)
         return saved
 
     def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None:
@@ -111,8 +116,11 @@ class State:
                 the residuals are another rank's, are stored differently, or belong to layers that
                 the model does not have.
         """
-        for key, what in (("kept", "error feedback"), ("adaptive", "adaptive bits")):
-            has = getattr(self, key) is not None
+        for key, what, has in (
+            ("kept", "error feedback", self.kept is not None),
+            ("adaptive", "adaptive bits", self.adaptive is not None),
+            ("bases", "differences of weights", bool(self.bases)),
+        ):
             if has != (key in state_dict):
                 raise InvalidArgument(
                     f"the checkpoint was made {'without' if has else 'with'} {what}: call "
@@ -128,13 +136,15 @@ class State:
             by_layer.append(dict.fromkeys(adaptive.names))
         names = {*self.modules, *self.parameters}
         require_layers("fsdp.State", by_layer, names, strict=strict)
+        if self.bases:
+            self.bases.load_state_dict(state_dict["bases"], strict)
         self.kept = kept
         if adaptive is not None:
             adaptive.keep(names)
             self.adaptive, self._adaptation = adaptive, None
             self._steps, self._reduced = int(state_dict["steps"]), set()
         self._draws = int(state_dict["draws"])
-        self._reductions = int(state_dict["reductions"])
+        self.reductions = int(state_dict["reductions"])
         self._used = bool(state_dict["used"])
 
     def consolidate(self) -> None:
@@ -200,6 +210,11 @@ class State:
         return self._adaptation
 
     @property
+    def base_nbytes(self) -> int:
+        """The bytes of this rank's copies of the gathered weights, for differences of weights."""
+        return self.bases.nbytes
+
+    @property
     def ends_a_step(self) -> bool:
         """Whether the module whose gradients are being reduced is the last one of its step."""
         return self._reduced == self.trained
@@ -215,9 +230,9 @@ class State:
             The seed.
         """
         self._used = True
-        self._reductions += 1
+        self.reductions += 1
         owner = "all ranks" if shared else f"rank {dist.get_rank()}"
-        return call_seed(self._seed, f"{name} of {owner}", self._reductions)
+        return call_seed(self._seed, f"{name} of {owner}", self.reductions)
 
 
-torch.serialization.add_safe_globals([State])
+torch.serialization.add_safe_globals([Bases, State])

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from cgx_ops import Config, Segment
-from cgx_ops.torch.fsdp import hooks
+from cgx_ops.torch.fsdp import differences, hooks
 
 WIDTH, CLASSES, BATCH = 33, 10, 8
 EXACT = Config(bits=32)
@@ -129,11 +129,11 @@ def recorded() -> Iterator[list[Message]]:
         )
         return work
 
-    hooks.start = start
+    hooks.start = differences.start = start
     try:
         yield messages
     finally:
-        hooks.start = original
+        hooks.start = differences.start = original
 
 
 def equals_the_oracle(message: Message) -> bool:

@@ -99,7 +99,9 @@ WAYS = {
 }
 
 
-def train(way: Way, compressed: tuple[Config, Config] | None) -> tuple[dict[str, Any], float]:
+def train(
+    way: Way, compressed: tuple[Config, Config | fsdp.Differences] | None
+) -> tuple[dict[str, Any], float]:
     """Return the full weights after three steps, and the last loss."""
     torch._dynamo.reset()
     model = sharded(way.model(), **way.options())

@@ -1,0 +1,170 @@
+"""FSDP2's weights as differences: an all-gather sends what has changed since the last one.
+
+All ranks have a copy of the gathered weights, the base, with equal bits. The owner of a shard sends
+its difference from the base in few bits. All ranks, including the owner, add the decoded difference
+to their base and compute with the sum. The quantization error is therefore a part of the owner's
+next difference, and the weights of different ranks cannot drift apart.
+
+The method is SDP4Bit's (Jia et al.: SDP4Bit: Toward 4-bit Communication Quantization in Sharded
+Data Parallelism for LLM Training, NeurIPS 2024).
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from cgx_ops import Config, Segment
+from cgx_ops._core.tables import EXACT_BITS
+from cgx_ops.config import require_feedback
+from cgx_ops.errors import InvalidArgument
+from cgx_ops.torch.backend.groups import communicator_of
+from cgx_ops.torch.fsdp.base import Base
+from cgx_ops.torch.fsdp.block import Block
+from cgx_ops.torch.fsdp.custom import Custom
+from cgx_ops.torch.fsdp.state import State
+from cgx_ops.torch.graph.work import start
+
+
+@dataclass(frozen=True)
+class Differences:
+    """Settings of weights that are gathered as differences from the last gathered weights.
+
+    Every rank stores the gathered weights of the whole model, in the dtype in which they are
+    gathered. `State.base_nbytes` has the size in bytes.
+
+    Args:
+        config: settings of the differences. Rounding to nearest is suitable, because the
+            quantization error is a part of the next difference.
+        on_cpu: store the gathered weights of CUDA models in host memory, and copy them for each
+            gather.
+
+    Each argument is also an attribute.
+
+    Raises:
+        InvalidArgument: `config` is exact, or its error may exceed the difference, so that the
+            weights would diverge.
+        TypeError: `config` is not a Config.
+
+    Example:
+        >>> from cgx_ops.torch import fsdp
+        >>> fsdp.Differences().config.bits
+        4
+    """
+
+    config: Config = field(
+        default_factory=lambda: Config(bits=4, bucket_size=128, rounding="nearest")
+    )
+    on_cpu: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.config, Config):
+            raise TypeError(f"Differences.config is {self.config!r}; it must be a cgx_ops.Config")
+        if self.config.bits == EXACT_BITS:
+            raise InvalidArgument(
+                "Differences.config has 32 bits; exact weights need no differences: pass "
+                "weights=None, or a config with fewer bits"
+            )
+        require_convergence(self.config, "Differences.config")
+
+
+def require_convergence(config: Config, what: str) -> None:
+    """Raise InvalidArgument if the error of a config may exceed the difference that it encodes."""
+    if config.bits == EXACT_BITS:
+        return
+    try:
+        require_feedback(replace(config, error_feedback=True))
+    except InvalidArgument as error:
+        raise InvalidArgument(f"{what} cannot send differences of weights: {error}") from None
+
+
+class DifferenceGather(Custom):
+    """The all-gather of one group of parameters, as differences."""
+
+    def __init__(self, block: Block, setting: Differences, state: State, plain: Any) -> None:
+        super().__init__(block, setting.config, state, plain)
+        self._base = state.bases.add(Base(block, setting.on_cpu))
+        self._exact = replace(Config(bits=EXACT_BITS), algorithm=setting.config.algorithm)
+
+    def close(self) -> None:
+        """Release the base."""
+        self._base.close()
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Gather the weights of all ranks into the output."""
+        segments = self._block.gathered(input_tensor.numel(), input_tensor.dtype)
+        if segments is None:
+            return self.plain(output_tensor, input_tensor, group, async_op)
+        base, name = self._base, f"fsdp/all_gather/{self._block.name}"
+        seed, reductions = self._state.weights_seed(name), self._state.reductions
+
+        def send(message: torch.Tensor, parts: list[Segment], asynchronous: bool) -> dist.Work:
+            return start(
+                communicator_of(group),
+                "all_gather",
+                message,
+                output_tensor,
+                self._config,
+                segments=parts,
+                seed=seed,
+                noise_rank=group.rank(),  # so that replicas get the same noise
+                name=name,
+                asynchronous=asynchronous,
+            )
+
+        own = input_tensor.clone()  # FSDP's input is a part of the output
+        sent = [Segment(0, own.numel(), self._exact)]
+        if (loaded := base.loaded(own)) is not None:
+            send(loaded, sent, False).wait()
+            base.restore(output_tensor, reductions)
+        changed = base.changed(reductions)
+        if changed is None:
+            finish = functools.partial(base.replace, output_tensor)
+        else:
+            sent = [each for each, differs in zip(segments, changed, strict=True) if differs]
+            if not sent:
+                base.copy_to(output_tensor)
+                return None
+            exact = [(each.config or self._config).bits == EXACT_BITS for each in sent]
+            base.subtract_from(own, sent, exact, group.rank())
+            finish = functools.partial(base.add, output_tensor, sent, exact)
+        base.note(reductions)
+        # As for other gathers, asynchronous on the CPU in any case.
+        asynchronous = async_op or own.device.type == "cpu"
+        work = _Gather(send(own, sent, asynchronous), finish)
+        if asynchronous:
+            return work
+        work.finish()
+        return None
+
+
+class _Gather(dist.Work):
+    """An all-gather whose end changes the base. FSDP waits for it before it uses the output."""
+
+    def __init__(self, work: dist.Work, finish: Callable[[], None]) -> None:
+        super().__init__()
+        self._work, self._finish = work, finish
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        self._work.wait()
+        self.finish()
+        return True
+
+    def finish(self) -> None:
+        """Change the base, once."""
+        self._finish()
+        self._finish = _nothing
+
+
+def _nothing() -> None:
+    pass
