@@ -34,15 +34,16 @@ def perceptron() -> nn.Sequential:
 class Training:
     """Momentum SGD over every rank's part of each batch, and all that a checkpoint of it needs.
 
-    Rank 0 prints a line of JSON per epoch, with the `bits` that gradients take.
+    Rank 0 prints a line of JSON per epoch, with the `bits` of its messages, unless `show` is given.
     """
 
-    def __init__(self, model: nn.Module, rank: int, size: int, epochs: int, bits: int) -> None:
-        self.bits = bits
+    def __init__(self, model: nn.Module, rank: int, size: int, epochs: int, bits: int,
+                 rate: float = LEARNING_RATE, show: bool | None = None) -> None:  # fmt: skip
+        self.bits, self.show = bits, rank == 0 if show is None else show
         self.rank, self.size, self.epochs, self.curve = rank, size, epochs, list[float]()
         self.train_x, self.test_x, self.train_y, self.test_y = digits()
         self.steps = len(self.train_x) // (size * BATCH)  # of an epoch
-        self.optimizer = torch.optim.SGD(model.parameters(), LEARNING_RATE, momentum=0.9)
+        self.optimizer = torch.optim.SGD(model.parameters(), rate, momentum=0.9)
         self.schedule = torch.optim.lr_scheduler.CosineAnnealingLR(
             self.optimizer, self.steps * epochs
         )
@@ -60,7 +61,7 @@ class Training:
                 self.optimizer.step()
                 self.schedule.step()
             self.curve.append(float(np.mean(losses)))
-            if self.rank == 0:
+            if self.show:
                 facts = {"bits": self.bits, "epoch": len(self.curve), "loss": self.curve[-1]}
                 print(json.dumps(facts), flush=True)
 

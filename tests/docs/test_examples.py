@@ -229,6 +229,30 @@ def test_experts_train_in_few_bits(example: str, ranks: int) -> None:
     assert all(result["identical"] for result in (exact, *few))
 
 
+@pytest.mark.slow
+def test_tensor_parallel_trains_in_few_bits() -> None:
+    """Compare 2 ranks with one, which has the whole model, and few bits with exact values."""
+    arguments = ["--epochs", "10", "--backend", "aot_eager"]  # inductor compiles for minutes
+    results = []
+    for ranks, bits in ((1, ["32"]), (2, ["32", "8", "4"])):
+        example = ROOT / "examples" / "tensor_parallel.py"
+        process = run_python(example, *arguments, "--bits", *bits, ranks=ranks)
+        assert process.returncode == 0, process.stdout + process.stderr
+        lines = re.findall(r"^\[[^]]*,0\]<stdout>: ({.*)$", process.stdout, re.MULTILINE)
+        results += [result for result in map(json.loads, lines) if "accuracy" in result]
+    alone, exact, *few = results
+    assert [result["bits"] for result in results] == [32, 32, 8, 4]
+    assert alone["accuracy"] >= 0.93
+    # The models differ in the order of float32 sums only: 2^-24 in each of 37 steps.
+    assert exact["losses"][0] == pytest.approx(alone["losses"][0], rel=37 * 2**-24)
+    for result in (exact, *few):
+        assert result["accuracy"] >= alone["accuracy"] - 0.01
+        assert result["identical"]
+    for result in few:
+        assert result["losses"] != exact["losses"], "the activations were not quantized"
+        assert result["bytes_per_step"] < exact["bytes_per_step"] / 3
+
+
 def check_few_bits(process: subprocess.CompletedProcess[str], lines: list[str]) -> dict[str, Any]:
     """Compare the runs at 32 and at 4 bits; return the result at 4 bits."""
     assert process.returncode == 0, process.stdout + process.stderr

@@ -24,8 +24,11 @@ from torch_fsdp import (
 def main() -> None:
     tc.forget_compiled_graphs()
     dist.init_process_group("cgx")
-    modules = (messages, training, rules, refusals, feedback, adaptive, ambient, differences)
-    checks.run(checks.of_modules(*modules))
+    checks.run(
+        checks.of_modules(
+            messages, training, rules, refusals, feedback, adaptive, ambient, differences
+        )
+    )
     dist.destroy_process_group()
 
 
