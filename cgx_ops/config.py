@@ -70,9 +70,11 @@ class Config:
             is "stochastic" for "uniform".
         algorithm: "auto" (by size and hosts), "one_shot", "sra" (scatter-reduce, then allgather),
             "ring", "hierarchical" (within each host, then between hosts), or "by_hosts": the choice
-            of "auto" for large messages, for messages of any size.
+            of "auto" for large messages, for messages of any size. In reduce_scatter and
+            all_gather, "one_shot" and "ring" are "sra", where ranks send blocks directly.
         gather_bits: Bits of the reduced values on their way back. None: `bits`.
-        intra_bits: Bits of values within a host, with "hierarchical". None: exact.
+        intra_bits: Bits of values that are summed within their host, with "hierarchical". None:
+            exact. An all_gather does not use it.
         skip_incomplete_buckets: Whether an incomplete last bucket is sent exact.
         minimal_size: Tensors with fewer than max(16, minimal_size) elements are sent exact.
         compressor: The compression method: "uniform", "levels", "sign", "onebit", "ternary",

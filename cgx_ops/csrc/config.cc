@@ -79,7 +79,7 @@ constexpr ConfigField kTable[] = {
      .words = kAlgorithms,
      .accepted = "one of 'auto', 'one_shot', 'sra', 'ring', 'hierarchical', 'by_hosts'",
      .documentation =
-         "of an allreduce; 'auto' chooses by size and hosts, 'by_hosts' by hosts only"},
+         "the routes of values; 'auto' chooses by size and hosts, 'by_hosts' by hosts only"},
     {.name = "gather_bits",
      .value = &cgx_config_t::gather_bits,
      .words = kNone,

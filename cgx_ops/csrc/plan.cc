@@ -302,9 +302,7 @@ Plan make_plan(const cgx_collective_t& call, int rank, int size, BuffersUsed use
     plan.sends = make_blocks(call, plan, call.input_splits);
     plan.receives = make_blocks(call, plan, call.output_splits);
   }
-  plan.algorithm = plan.verb->algorithm != CGX_AUTO
-                       ? plan.verb->algorithm
-                       : static_cast<cgx_algorithm_t>(call.config.algorithm);
+  plan.algorithm = static_cast<cgx_algorithm_t>(call.config.algorithm);
   return plan;
 }
 

@@ -123,7 +123,7 @@ def prepare(
     options |= collective_cases.options_of(case, comm)
     function = getattr(comm, case.verb + ("_async" if asynchronous else ""))
     arguments = [_inputs(case, comm.rank, comm.size).copy()]
-    residual = collective_cases.residual_of(case, comm.rank)
+    residual = collective_cases.residual_of(case, comm.rank, comm.size)
     if residual is None:
         return lambda: function(arguments.pop(), **options)
 

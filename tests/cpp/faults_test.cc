@@ -116,6 +116,7 @@ void run_on_blocks(Communicator& communicator, cgx_verb_t verb, int64_t block, c
   const cgx_segment_t segment{0, block, kBucket, 8, 0, nullptr};
   auto call = plain_call(segment);
   call.verb = verb;
+  call.config.algorithm = CGX_HIERARCHICAL;  // sra on one host
   call.input = input.data();
   call.output = output->data();
   communicator.run(call);
@@ -215,6 +216,8 @@ const std::vector<Subject>& subjects() {
       {"several", {0, 0, 0}, several},
       {"reduce_scatter", {0, 0, 0}, reduce_scatter},
       {"all_gather", {0, 0, 0}, all_gather},
+      {"hierarchical reduce_scatter", {0, 0, 1, 1}, reduce_scatter},
+      {"hierarchical all_gather", {0, 0, 1, 1}, all_gather},
       {"all_to_all", {0, 0, 0}, all_to_all},
       {"exchange", {0, 0, 0}, exchange},
       {"relay", {0, 0}, relay},

@@ -5,21 +5,9 @@
 
 #include "algorithm/algorithm.h"
 #include "base/topology.h"
-#include "connect.h"
-#include "ranks.h"
-#include "registry.h"
+#include "ranks_on_hosts.h"
 
 namespace {
-
-using Hosts = std::vector<int>;
-
-// Threads connected as if each rank were on the given host.
-Ranks ranks_on(const Hosts& hosts, const std::string& name) {
-  std::vector<int32_t> made;
-  for (auto& communicator : cgx::connect_local(name, hosts, std::chrono::seconds(60)))
-    made.push_back(cgx::Registry::instance().add(std::move(communicator)));
-  return Ranks(std::move(made));
-}
 
 void test_topology() {
   const cgx::Topology topology({0, 1, 1, 0, 1, 2, 2});

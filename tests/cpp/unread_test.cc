@@ -91,7 +91,9 @@ void test_limits() {
       {CGX_ALLREDUCE, CGX_ONE_SHOT, {0, 0}, 4, 512, 1, 64, 1},
       {CGX_ALLREDUCE, CGX_ONE_SHOT, {0, 0, 0}, 8, 1 << 17, 1, 64, 2},
       {CGX_ALLREDUCE, CGX_HIERARCHICAL, {0, 0, 1, 1}, 32, 512, 8, 32, 1},
-      {CGX_ALLREDUCE, CGX_HIERARCHICAL, {0, 0, 1, 1}, 8, 512, 8, 32, 1}};
+      {CGX_ALLREDUCE, CGX_HIERARCHICAL, {0, 0, 1, 1}, 8, 512, 8, 32, 1},
+      {CGX_REDUCE_SCATTER, CGX_HIERARCHICAL, {0, 0, 1}, 32, 512, 3, 32, 1},
+      {CGX_ALL_GATHER, CGX_HIERARCHICAL, {0, 0, 1}, 8, 512, 2, 64, 2}};
   for (const Row& row : rows) {
     for (const int64_t chunk : {32 << 10, 128 << 10}) {
       const int64_t longest = run_until_blocked(row, chunk, 1).longest();

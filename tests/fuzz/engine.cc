@@ -40,6 +40,8 @@ constexpr Scenario kScenarios[] = {
     {CGX_ALLREDUCE, CGX_HIERARCHICAL, {0, 0, 1, 1}, 512, 4},
     {CGX_REDUCE_SCATTER, CGX_SRA, {0, 0, 0, 0}, 128, 4},
     {CGX_ALL_GATHER, CGX_SRA, {0, 0, 0, 0}, 128, 4},
+    {CGX_REDUCE_SCATTER, CGX_HIERARCHICAL, {0, 0, 1, 1}, 128, 4},
+    {CGX_ALL_GATHER, CGX_HIERARCHICAL, {0, 0, 1, 1}, 128, 4},
     {CGX_ALL_TO_ALL, CGX_SRA, {0, 0, 0, 0}, 128, 4},
     {},  // exchange
     {},  // relay

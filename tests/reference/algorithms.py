@@ -75,30 +75,57 @@ def ring(xs: Sequence[Values], segment: Segment, directions: Directions) -> Floa
     return out
 
 
+def host_terms(
+    xs: Sequence[Values], at: slice, owner_host: int, acting: Sequence[int], directions: Directions
+) -> list[Float32s]:
+    """Return the values of the owner's host in rank order, and the sums of the others, decoded.
+
+    acting: for each host, the owner or its delegate there.
+    """
+    own_terms: list[Float32s] = []
+    sums: list[Float32s] = []
+    for host, ranks in enumerate(ranks_by_host(directions.hosts)):
+        terms = [
+            directions.wire.own(xs[r][at], at.start, r)
+            if r == acting[host]
+            else directions.intra.seen(xs[r][at], at.start, r, phase=2)
+            for r in ranks
+        ]
+        if host == owner_host:
+            own_terms = terms
+        else:
+            host_sum = reduce_in_order(directions.op, terms)
+            sums.append(directions.wire.seen(host_sum, at.start, acting[host], phase=0))
+    return own_terms + sums
+
+
 def hierarchical(xs: Sequence[Values], segment: Segment, directions: Directions) -> Float32s:
     ranks_of = ranks_by_host(directions.hosts)
     lanes = min(map(len, ranks_of))
     out = np.empty(segment.numel, np.float32)
     for shard, at in enumerate(shards(segment, len(ranks_of) * lanes, directions.exact)):
         owner_host, lane = divmod(shard, lanes)
-        own_terms: list[Float32s] = []
-        sums: list[Float32s] = []
-        for host, ranks in enumerate(ranks_of):
-            acting = ranks[lane]
-            terms = [
-                directions.wire.own(xs[r][at], at.start, r)
-                if r == acting
-                else directions.intra.seen(xs[r][at], at.start, r, phase=2)
-                for r in ranks
-            ]
-            if host == owner_host:
-                own_terms = terms
-            else:
-                host_sum = reduce_in_order(directions.op, terms)
-                sums.append(directions.wire.seen(host_sum, at.start, acting, phase=0))
-        total = directions.finish(reduce_in_order(directions.op, own_terms + sums))
+        acting = [ranks[lane] for ranks in ranks_of]
+        terms = host_terms(xs, at, owner_host, acting, directions)
+        total = directions.finish(reduce_in_order(directions.op, terms))
         out[at] = directions.back.seen(total, at.start, ranks_of[owner_host][lane], phase=1)
     return out
+
+
+def hierarchical_block(xs: Sequence[Values], owner: int, directions: Directions) -> Float32s:
+    """Return the sum of a reduce_scatter's block, which rank `owner` gets."""
+    ranks_of = ranks_by_host(directions.hosts)
+    (owner_host,) = [host for host, ranks in enumerate(ranks_of) if owner in ranks]
+    place = ranks_of[owner_host].index(owner)
+    acting = [ranks[place % len(ranks)] for ranks in ranks_of]
+    terms = host_terms(xs, slice(0, len(xs[0])), owner_host, acting, directions)
+    return directions.finish(reduce_in_order(directions.op, terms))
+
+
+def direct_block(xs: Sequence[Values], owner: int, directions: Directions) -> Float32s:
+    """Return the same sum, to which each rank sends its values directly."""
+    terms = owner_terms(xs, slice(0, len(xs[0])), 0, owner, directions.wire)
+    return directions.finish(reduce_in_order(directions.op, terms))
 
 
 ALGORITHMS = {"one_shot": one_shot, "sra": sra, "ring": ring, "hierarchical": hierarchical}

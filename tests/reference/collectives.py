@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from .algorithms import ALGORITHMS, Directions, owner_terms
+from .algorithms import ALGORITHMS, Directions, direct_block, hierarchical_block
 from .packing import packing_of
 from .philox import Seeds, seeds_of
 from .segments import Segment, Wire, is_exact, is_nested, pick
@@ -20,7 +20,6 @@ from .values import (
     RoundingMode,
     Values,
     finish,
-    reduce_in_order,
     round_to,
     round_to_finite,
     widen,
@@ -171,37 +170,74 @@ def reduce_scatter(
     segments: Sequence[Segment],
     *,
     op: Op = "sum",
+    algorithm: AnyAlgorithm = "auto",
     rounding: RoundingMode = "nearest",
     seeds: Seeds | None = None,
+    intra_bits: int = 0,
     minimal_size: int = 0,
     skip_incomplete_buckets: bool = False,
     divisor: int = 0,
+    residuals: Sequence[Values] | None = None,
+    hosts: Sequence[int] | None = None,
     noise_ranks: Sequence[int] | None = None,
 ) -> list[Values]:
-    """Return each rank's reduced block. inputs[w]: len(inputs) blocks; segments lie in a block."""
+    """Return each rank's reduced block. inputs[w]: len(inputs) blocks; segments lie in a block.
+
+    residuals[w]: as inputs[w]. All other arguments are those of allreduce().
+    """
     world_size, dtype = len(inputs), inputs[0].dtype
     block = len(inputs[0]) // world_size
+    if algorithm == "auto":
+        algorithm = pick(
+            segments,
+            dtype,
+            minimal_size=minimal_size,
+            skip_incomplete_buckets=skip_incomplete_buckets,
+            hosts=hosts,
+        )
+    nested = algorithm in ("hierarchical", "by_hosts") and is_nested(hosts)
     outs: list[Values] = []
     for owner in range(world_size):
         out = np.zeros(block, dtype)
         for number, segment in enumerate(segments):
             start = owner * block + segment.offset
-            xs = [x[start : start + segment.numel] for x in inputs]
+            of_block = slice(start, start + segment.numel)
+            xs = [x[of_block] for x in inputs]
             at = slice(segment.offset, segment.offset + segment.numel)
+            if residuals:
+                pairs = zip(xs, residuals, strict=True)
+                xs = [widen(x) + widen(lost[of_block]) for x, lost in pairs]
             settings = _settings(segment, dtype, rounding, minimal_size, skip_incomplete_buckets)
             _check(op, settings)
             if world_size == 1:
-                out[at] = _alone(op, xs[0], settings, divisor)
+                alone = _alone(op, xs[0], settings, divisor)
+                out[at] = round_to(alone, dtype) if residuals else alone
+                for residual in residuals or ():
+                    residual[of_block] = 0
                 continue
-            wire = Wire(
-                settings,
-                _seeds(seeds, world_size, number, settings, owner),
-                noise_ranks or range(world_size),
-                settings if settings.votes else None,
+            way_out = intra = settings
+            if not settings.exact and not settings.votes:
+                intra = replace(settings, bits=intra_bits or EXACT_BITS)
+            if nested and op not in ("min", "max"):
+                bits = EXACT_BITS if settings.votes else settings.bits
+                way_out = replace(settings, bits=bits, dtype=FLOAT32)
+            lost = [np.zeros(segment.numel, np.float32) for _ in xs] if residuals else None
+            wire, back, intra = (
+                Wire(
+                    each,
+                    _seeds(seeds, world_size, number, settings, owner),
+                    noise_ranks or range(world_size),
+                    settings if settings.votes else None,
+                    lost,
+                )
+                for each in (way_out, settings, intra)
             )
-            terms = owner_terms(xs, slice(0, segment.numel), 0, owner, wire)
-            total = finish(op, reduce_in_order(op, terms), divisor or world_size)
-            out[at] = round_to(wire.own(total, 0, owner), dtype)
+            divide_by = divisor or world_size
+            directions = Directions(wire, back, intra, op, divide_by, settings.exact, hosts or ())
+            total = (hierarchical_block if nested else direct_block)(xs, owner, directions)
+            out[at] = round_to(back.own(total, 0, owner), dtype)
+            for residual, of_rank in zip(residuals or (), lost or (), strict=True):
+                residual[of_block] = round_to_finite(of_rank, dtype)
         outs.append(out)
     return outs
 

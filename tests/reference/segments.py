@@ -23,6 +23,7 @@ from .values import (
 )
 
 EAGER_BYTES = 8 * 1024  # the bytes that fit beside the header, in the first message
+HEADER_BYTES = 208  # of a header, without name and values
 
 
 @dataclass(frozen=True)
@@ -124,6 +125,14 @@ def is_nested(hosts: Sequence[int] | None) -> bool:
     return hosts is not None and 1 < len(set(hosts)) < len(hosts)
 
 
+def most_sent_directly(hosts: Sequence[int] | None) -> int:
+    """Return the largest encoded size that `auto` sends directly."""
+    if hosts is None or not is_nested(hosts):
+        return EAGER_BYTES
+    pairs = max(len(ranks) * (len(hosts) - len(ranks)) for ranks in ranks_by_host(hosts))
+    return min(EAGER_BYTES, max(HEADER_BYTES, 32 * 1024 // pairs))
+
+
 def pick(
     segments: Sequence[Segment],
     dtype: npt.DTypeLike,
@@ -132,7 +141,7 @@ def pick(
     skip_incomplete_buckets: bool = False,
     hosts: Sequence[int] | None = None,
 ) -> Algorithm:
-    """Return the algorithm of "auto": one_shot while all encoded values fit beside the header."""
+    """Return the algorithm of "auto" for an allreduce: one_shot for short messages."""
     total = 0
     for segment in segments:
         settings = segment.settings(
@@ -141,6 +150,6 @@ def pick(
         if is_exact(segment, minimal_size):
             settings = replace(settings, bits=EXACT_BITS)
         total += message_bytes(segment.numel, settings)
-    if total <= EAGER_BYTES:
+    if total <= most_sent_directly(hosts):
         return "one_shot"
     return "hierarchical" if is_nested(hosts) else "sra"

@@ -70,8 +70,9 @@ struct AlgorithmEntry {
   std::unique_ptr<Algorithm> (*make)(Plan plan);
 };
 // Each in the file of its name.
-extern const AlgorithmEntry kOneShot, kSra, kRing, kHierarchical, kAllToAll;
-// The algorithms that a config can select.
+extern const AlgorithmEntry kOneShot, kSra, kRing, kHierarchical, kHierarchicalScatter,
+    kHierarchicalGather, kAllToAll;
+// The algorithms that a config can select for an allreduce.
 const std::vector<AlgorithmEntry>& algorithm_table();
 const AlgorithmEntry& entry_of(cgx_algorithm_t algorithm);
 const AlgorithmEntry& entry_of(const Plan& plan);

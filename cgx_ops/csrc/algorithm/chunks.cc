@@ -23,18 +23,19 @@ Encoded part_of(const Encoded& message, const Piece& piece, Stage stage) {
   return {message.source, message.bytes.subspan(at, end - at)};
 }
 
-// Encodes a block of sums, beginning at element `first` of the piece, to its offset in `message`.
-// Updates the residual if there is one.
+// Encodes sums, beginning at element `first` of the piece, to their offset in `message`. Updates
+// the residual if there is one.
 std::span<const std::byte> encode_sums(const Plan& plan, const Piece& piece, Stage stage,
                                        const float* sums, int64_t first, int64_t numel,
-                                       std::byte* message) {
+                                       std::byte* message, int block) {
   const auto [codec, at] = piece.coded[stage];
   const FixedLengthCodec* fixed = codec->fixed_length();
   std::byte* to = message + at + (fixed ? fixed->offset(first) : 0);
-  const int64_t bytes = piece.residual
-                            ? encode_sums_with_residual(plan, piece, stage, sums, first, numel, to)
-                            : codec->encode(Dtype::kFloat32, sums, numel, piece.first_index + first,
-                                            plan.rounding(*piece.segment, piece.seed, stage), to);
+  const Rounding rounding = plan.rounding(*piece.segment, block_seed(piece.seed, block), stage);
+  const int64_t bytes =
+      piece.residual
+          ? encode_sums_with_residual(plan, piece, stage, sums, first, numel, rounding, to)
+          : codec->encode(Dtype::kFloat32, sums, numel, piece.first_index + first, rounding, to);
   return {to, static_cast<size_t>(bytes)};
 }
 
@@ -154,8 +155,8 @@ Contribution ChunkReducer::own_vote(const Piece& piece, const std::byte* own) {
 }
 
 void ChunkReducer::to_values(const Shard& shard, const Chunk& chunk, Messages messages,
-                             const std::byte* own, std::byte* output) {
-  reduce(shard, chunk, {}, messages, own, true,
+                             const std::byte* own, std::byte* output, Messages intra) {
+  reduce(shard, chunk, intra, messages, own, true,
          [&](const Piece& piece, const float* sums, int64_t first, int64_t numel) {
            std::byte* const to = output + piece.output_at + plan_.bytes(first);
            // Values that are added without being encoded have no quantization error.
@@ -171,17 +172,17 @@ void ChunkReducer::to_values(const Shard& shard, const Chunk& chunk, Messages me
 
 int64_t ChunkReducer::to_message(Stage stage, const Shard& shard, const Chunk& chunk,
                                  Messages messages, const std::byte* own, std::byte* message,
-                                 std::byte* output, Messages intra) {
+                                 std::byte* output, Messages intra, int block) {
   int64_t end = 0;
-  reduce(shard, chunk, intra, messages, own, /*divide=*/stage == Stage::kGather,
-         [&](const Piece& piece, const float* sums, int64_t first, int64_t numel) {
-           const auto encoded = encode_sums(plan_, piece, stage, sums, first, numel, message);
-           end = encoded.data() + encoded.size() - message;
-           if (output)
-             piece.coded[stage].codec->decode(encoded, numel, piece.first_index + first,
-                                              plan_.dtype,
-                                              output + piece.output_at + plan_.bytes(first));
-         });
+  reduce(
+      shard, chunk, intra, messages, own, /*divide=*/stage == Stage::kGather,
+      [&](const Piece& piece, const float* sums, int64_t first, int64_t numel) {
+        const auto encoded = encode_sums(plan_, piece, stage, sums, first, numel, message, block);
+        end = encoded.data() + encoded.size() - message;
+        if (output)
+          piece.coded[stage].codec->decode(encoded, numel, piece.first_index + first, plan_.dtype,
+                                           output + piece.output_at + plan_.bytes(first));
+      });
   return end;
 }
 

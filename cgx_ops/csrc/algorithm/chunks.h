@@ -41,12 +41,12 @@ class ChunkReducer {
   explicit ChunkReducer(const Plan& plan) : plan_(plan) {}
 
   void to_values(const Shard& shard, const Chunk& chunk, Messages messages, const std::byte* own,
-                 std::byte* output);
+                 std::byte* output, Messages intra = {});
   // kGather: encodes the sum; `output`, if not null, gets the decoded message. kScatter: encodes a
   // partial sum for the next rank; does not divide for avg.
   int64_t to_message(Stage stage, const Shard& shard, const Chunk& chunk, Messages messages,
                      const std::byte* own, std::byte* message, std::byte* output = nullptr,
-                     Messages intra = {});
+                     Messages intra = {}, int block = 0);
 
  private:
   template <typename Emit>

@@ -54,10 +54,10 @@ int64_t encode_with_residual(const Plan& plan, const Piece& piece, Stage stage,
 }
 
 int64_t encode_sums_with_residual(const Plan& plan, const Piece& piece, Stage stage,
-                                  const float* sums, int64_t first, int64_t numel, std::byte* to) {
+                                  const float* sums, int64_t first, int64_t numel,
+                                  const Rounding& rounding, std::byte* to) {
   const bool divided = stage == Stage::kGather && plan.op == Op::kAvg;
-  return encode_block(plan, piece, stage, sums, first, numel,
-                      plan.rounding(*piece.segment, piece.seed, stage),
+  return encode_block(plan, piece, stage, sums, first, numel, rounding,
                       divided ? static_cast<float>(plan.divisor) : 1.0f, to);
 }
 

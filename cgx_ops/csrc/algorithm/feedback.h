@@ -23,10 +23,11 @@ void add_residual(Dtype dtype, const std::byte* values, const std::byte* residua
 int64_t encode_with_residual(const Plan& plan, const Piece& piece, Stage stage,
                              const std::byte* values, const Rounding& rounding, std::byte* to);
 
-// Encodes a block of sums, beginning at element `first` of the piece, and updates its residual. For
-// avg the error is multiplied by the divisor, because residuals are in units of the input. Returns
-// the bytes written.
+// Encodes sums, beginning at element `first` of the piece, and updates their residual. For avg the
+// error is multiplied by the divisor, because residuals are in units of the input. Returns the
+// bytes written.
 int64_t encode_sums_with_residual(const Plan& plan, const Piece& piece, Stage stage,
-                                  const float* sums, int64_t first, int64_t numel, std::byte* to);
+                                  const float* sums, int64_t first, int64_t numel,
+                                  const Rounding& rounding, std::byte* to);
 
 }  // namespace cgx

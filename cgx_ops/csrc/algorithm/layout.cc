@@ -18,7 +18,7 @@ Layout::Layout(const Plan& plan) {
   shards_.resize(entry_of(plan).shards(plan));
   chunk_bytes_ = plan.chunk_bytes;
   value_bytes_ = plan.bytes(1);
-  has_intra_ = plan.algorithm == CGX_HIERARCHICAL;
+  has_intra_ = plan.algorithm == CGX_HIERARCHICAL && plan.verb->reduces;
   if (plan.verb->exchanges()) {
     received_.resize(plan.size);
     for (int peer = 0; peer < plan.size; ++peer) {

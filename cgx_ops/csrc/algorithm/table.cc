@@ -11,11 +11,11 @@
 namespace cgx {
 namespace {
 
-// The largest size for which `auto` uses one_shot if hosts have several ranks. With one_shot, all g
-// ranks of a host send to the n - g ranks of other hosts, over one link. With hierarchical, a host
-// sends a value at most twice, but in four steps. A 1 Gbit/s link transfers 32 KiB in the time of
-// these steps. Values that are no longer than the headers, which go to all ranks anyway, always use
-// one_shot.
+// The largest size for which `auto` sends directly if hosts have several ranks (one_shot; sra for
+// blocks). Then all g ranks of a host send to the n - g ranks of other hosts, over one link. With
+// hierarchical, a host sends a value at most twice, but in more steps. A 1 Gbit/s link transfers 32
+// KiB in the time of these steps. Values that are no longer than the headers, which go to all ranks
+// anyway, always use one_shot.
 int64_t nested_one_shot_bytes(const Topology& topology) {
   constexpr int64_t kLinkBytes = 32 * 1024;
   int64_t pairs = 0;
@@ -29,23 +29,27 @@ int64_t nested_one_shot_bytes(const Topology& topology) {
 cgx_algorithm_t pick_algorithm(const Plan& plan) {
   const bool nested = plan.topology && plan.topology->nested();
   const cgx_algorithm_t of_long = nested ? CGX_HIERARCHICAL : CGX_SRA;
-  if (plan.algorithm == CGX_HIERARCHICAL) return of_long;
-  if (plan.algorithm != CGX_AUTO && plan.algorithm != CGX_BY_HOSTS) return plan.algorithm;
-  if (plan.algorithm == CGX_BY_HOSTS) return of_long;
+  const Algorithms served = plan.verb->algorithms;
+  if (served == Algorithms::kOne) return CGX_SRA;
+  if (plan.algorithm == CGX_HIERARCHICAL || plan.algorithm == CGX_BY_HOSTS) return of_long;
+  const bool all = served == Algorithms::kAll;
+  if (plan.algorithm != CGX_AUTO) return all ? plan.algorithm : CGX_SRA;
   // Up to `bytes` encoded bytes, inclusive. A quantized ring is never chosen: its error grows with
   // the number of ranks.
   struct Row {
     int64_t bytes;
     cgx_algorithm_t algorithm;
   };
-  const Row rows[] = {{nested ? nested_one_shot_bytes(*plan.topology) : kEagerBytes, CGX_ONE_SHOT},
-                      {INT64_MAX, of_long}};
+  const Row rows[] = {
+      {nested ? nested_one_shot_bytes(*plan.topology) : kEagerBytes, all ? CGX_ONE_SHOT : CGX_SRA},
+      {INT64_MAX, of_long}};
+  const Stage stage = plan.verb->scatters ? Stage::kScatter : Stage::kGather;
   const Row* row = rows;
   int64_t bytes = 0;
   for (const auto& segment : plan.segments) {
     if (row->bytes == INT64_MAX) break;  // stop early for long lists
     if (segment.repeats) continue;
-    bytes += make_codec(segment.codecs[Stage::kScatter])->max_bytes(segment.numel);
+    bytes += make_codec(segment.codecs[stage])->max_bytes(segment.numel);
     while (bytes > row->bytes) ++row;
   }
   return row->algorithm;
@@ -65,7 +69,17 @@ const AlgorithmEntry& entry_of(cgx_algorithm_t algorithm) {
 }
 
 const AlgorithmEntry& entry_of(const Plan& plan) {
-  return plan.verb->exchanges() ? kAllToAll : entry_of(plan.algorithm);
+  struct Row {
+    cgx_verb_t verb;
+    cgx_algorithm_t algorithm;
+    const AlgorithmEntry& entry;
+  };
+  static const Row rows[] = {{CGX_ALL_TO_ALL, CGX_SRA, kAllToAll},
+                             {CGX_REDUCE_SCATTER, CGX_HIERARCHICAL, kHierarchicalScatter},
+                             {CGX_ALL_GATHER, CGX_HIERARCHICAL, kHierarchicalGather}};
+  for (const Row& row : rows)
+    if (row.verb == plan.verb->id && row.algorithm == plan.algorithm) return row.entry;
+  return entry_of(plan.algorithm);
 }
 
 std::unique_ptr<Algorithm> make_algorithm(Plan plan) {

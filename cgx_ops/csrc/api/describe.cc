@@ -35,6 +35,17 @@ std::string describe() {
               ", \"cuda\": ", device::describe_devices(), "}");
 }
 
+// The algorithms that a config can select for a collective.
+std::string algorithms_of(const Verb& verb) {
+  std::string names;
+  for (const AlgorithmEntry& entry : algorithm_table()) {
+    const bool levels = verb.algorithms == Algorithms::kLevels && entry.id == CGX_HIERARCHICAL;
+    if (verb.algorithms == Algorithms::kAll || levels || entry.id == CGX_SRA)
+      names += join(names.empty() ? "\"" : ", \"", entry.name, "\"");
+  }
+  return names;
+}
+
 std::string describe_verbs() {
   static constexpr const char* kResiduals[] = {"", "cpu", "any"};
   std::string rows;
@@ -51,8 +62,7 @@ std::string describe_verbs() {
     add("lists", verb.lists);
     add("shards", verb.shards());
     rows += join(", \"residuals\": \"", kResiduals[static_cast<int>(verb.residuals)],
-                 "\", \"algorithm\": \"",
-                 verb.algorithm == CGX_AUTO ? "auto" : entry_of(verb.algorithm).name, "\"}");
+                 "\", \"algorithms\": [", algorithms_of(verb), "]}");
   }
   return "[" + rows + "]";
 }

@@ -64,8 +64,9 @@ def compress(
 
     Args:
         model: a module that contains FSDPModules, or is one.
-        gradients: settings of the gradients' reduce-scatter. None: exact. The fields algorithm,
-            gather_bits and intra_bits are ignored.
+        gradients: settings of the gradients' reduce-scatter. None: exact. gather_bits has
+            no effect. If hosts have several ranks, `algorithm` and `intra_bits` determine how
+            values cross between hosts.
         weights: settings of the weights' all-gather. A `Differences` sends changes only. A Config,
             for example `WEIGHTS`, sends the weights; use rounding "shift" or "stochastic" for them,
             because rounding to nearest biases training. None: exact.

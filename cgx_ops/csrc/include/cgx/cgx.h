@@ -272,7 +272,7 @@ typedef enum cgx_verb_t {
  * Each row has "id", "name", "blocks_in" and "blocks_out" (whether input or output hold one block
  * per rank), "shards" (whether both hold a single block), "reduces" (whether op is used),
  * "scatters" and "gathers" (its stages), "lists" (whether it accepts inputs and outputs),
- * "residuals" ("", "cpu" or "any") and "algorithm" ("auto", or the only one that supports it).
+ * "residuals" ("", "cpu" or "any") and "algorithms" (a list of those that run it).
  *
  * @return A static string. */
 CGX_API const char* cgx_verbs(void);

@@ -22,7 +22,8 @@ typedef enum cgx_op_t {
   CGX_PRODUCT = 4
 } cgx_op_t;
 
-/** Algorithms of an allreduce. */
+/** Algorithms. reduce_scatter and all_gather run as CGX_HIERARCHICAL or CGX_SRA, which also
+ * replaces CGX_ONE_SHOT and CGX_RING. all_to_all has one algorithm. */
 typedef enum cgx_algorithm_t {
   CGX_AUTO = 0,         /**< Choose by message size and hosts. */
   CGX_ONE_SHOT = 1,     /**< Every rank sends all its values to every other rank. */
@@ -79,7 +80,7 @@ typedef struct cgx_config_t {
   int64_t bits;        /**< Bits per element: 1 to 8, or 32 (uncompressed, with any compressor). */
   int64_t bucket_size; /**< Elements that share one header (scale). */
   int64_t rounding;    /**< A cgx_rounding_t. */
-  int64_t algorithm;   /**< A cgx_algorithm_t. Used by allreduce only. */
+  int64_t algorithm;   /**< A cgx_algorithm_t. all_to_all ignores it. */
   int64_t
       gather_bits;    /**< Bits of the reduced values in the gather stage; 0: the same as `bits`. */
   int64_t intra_bits; /**< CGX_HIERARCHICAL: bits of values that are reduced within their host; 0:

@@ -17,6 +17,13 @@ namespace cgx {
 // Where a collective supports residuals (error feedback).
 enum class Residuals { kNone, kOnCpu, kAnywhere };
 
+// Which algorithms of a config a collective supports.
+enum class Algorithms {
+  kAll,
+  kLevels,  // hierarchical. All others are sra, which sends the blocks directly.
+  kOne,     // all are sra
+};
+
 struct Verb {
   cgx_verb_t id;
   const char* name;
@@ -31,7 +38,7 @@ struct Verb {
   bool scatters = false, gathers = false;
   bool lists = false;  // whether lists of pointers, one per segment, may replace the buffers
   Residuals residuals = Residuals::kNone;
-  cgx_algorithm_t algorithm = CGX_AUTO;  // the only one that supports it; CGX_AUTO: the config's
+  Algorithms algorithms = Algorithms::kAll;
 
   constexpr bool shards() const { return !blocks_in && !blocks_out; }  // whether ranks own shards
   // Whether each rank sends another block to each rank.
@@ -53,18 +60,18 @@ inline constexpr Verb kVerbs[] = {
      .reduces = true,
      .scatters = true,
      .residuals = Residuals::kOnCpu,
-     .algorithm = CGX_SRA},
+     .algorithms = Algorithms::kLevels},
     {.id = CGX_ALL_GATHER,
      .name = "all_gather",
      .blocks_out = true,
      .gathers = true,
-     .algorithm = CGX_SRA},
+     .algorithms = Algorithms::kLevels},
     {.id = CGX_ALL_TO_ALL,
      .name = "all_to_all",
      .blocks_in = true,
      .blocks_out = true,
      .scatters = true,
-     .algorithm = CGX_SRA},
+     .algorithms = Algorithms::kOne},
 };
 
 // Returns the row of a cgx_verb_t. Throws StatusError for any other number.

@@ -41,8 +41,8 @@ def psum_scatter_q(
         scatter_dimension: The dimension of `x` that is split into one block per device. Default 0.
         tiled: False (default): the dimension must equal the number of devices, and is removed.
             True: it must be a multiple of it, and stays in the result, divided by it.
-        config: How values are sent, as in `psum_q`. `algorithm`, `gather_bits` and `intra_bits`
-            have no effect.
+        config: How values are sent, as in `psum_q`. The algorithms "one_shot" and "ring" are
+            "sra"; `gather_bits` has no effect.
         key: A PRNG key for random rounding, another one in every step. None (default) rounds to
             nearest.
         name: Identifies the collective across processes, as in `psum_q`.
@@ -125,7 +125,8 @@ def all_gather_q(
         axis_name: Name of a mesh axis, or a tuple of names.
         axis: The dimension of the result along which the devices' values lie. Default 0.
         tiled: False (default): `axis` is a new dimension. True: values are concatenated along it.
-        config: How values are sent, as in `psum_scatter_q`.
+        config: How values are sent, as in `psum_q`, with the algorithms of `psum_scatter_q`.
+            `gather_bits`, if set, replaces `bits`; `intra_bits` has no effect.
         key: A PRNG key for random rounding, another one in every step. None (default) rounds to
             nearest.
         name: Identifies the collective across processes, as in `psum_q`.
@@ -195,7 +196,8 @@ def all_to_all_q(
         tiled: False (default): `split_axis` must have as many elements as there are devices, and is
             removed; `concat_axis` is a new dimension. True: it must be a multiple of that number,
             and blocks are concatenated along `concat_axis`.
-        config: How values are sent, as in `psum_scatter_q`.
+        config: How values are sent, as in `psum_q`. `algorithm`, `gather_bits` and `intra_bits`
+            have no effect.
         key: A PRNG key for random rounding, another one in every step. None (default) rounds to
             nearest.
         name: Identifies the collective across processes, as in `psum_q`.

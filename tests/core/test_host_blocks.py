@@ -1,0 +1,62 @@
+"""Hierarchical reduce_scatter and all_gather, on simulated hosts (CGX_HOST_ID).
+
+Results and residuals, bit for bit as the oracle; bytes and algorithm, as cgx_plan.
+"""
+
+import json
+from typing import Any
+
+import pytest
+from support import collective_cases, launch
+
+NUMBER_OF_HOSTS = {
+    "a": 1, "a,a": 1, "a,a,a,a": 1, "a,b": 2, "a,a,b,b": 2, "a,a,b,b,c,c,d,d": 4, "a,b,b,b": 2,
+    "a,a,a,b,c,c": 3, "a,a,b,b,c,c,c,c": 3, "a,b,a,b": 2, "a,b,b,a,c": 3,
+}  # fmt: skip
+# Daily runs use all cases on two uneven layouts, and a sample on the others.
+ALL = ("a,a,b", "a,b,a,b")
+RUNS = [
+    *((hosts, "AUTO", "sample") for hosts in NUMBER_OF_HOSTS),
+    *((hosts, "AUTO", "all") for hosts in ALL),
+    ("a,a,b,b", "MPI", "sample"),
+    *(
+        pytest.param(hosts, "AUTO", "all", marks=pytest.mark.exhaustive)
+        for hosts in NUMBER_OF_HOSTS
+        if hosts not in ALL
+    ),
+]
+
+
+def transport_of(hosts: str, asked: str) -> str:
+    """Return the transport that is selected."""
+    names = hosts.split(",")
+    if len(names) == 1:
+        return "local"
+    if asked == "MPI" or len(set(names)) == len(names):
+        return "mpi"
+    return "shm" if len(set(names)) == 1 else "hybrid"
+
+
+@pytest.mark.parametrize(("hosts", "asked", "cases"), RUNS)
+def test_against_the_oracle(hosts: str, asked: str, cases: str) -> None:
+    of_ranks = tuple(map(ord, hosts.split(",")))
+    threads = "1" if len(of_ranks) % 3 else "3"  # threads of the codec
+    env = {"COMMUNICATOR_TYPE": asked, "CGX_THREADS": threads}
+    outputs = launch.mpirun(
+        len(of_ranks), "run_host_blocks.py", cases, env=env, hosts=hosts, timeout=300
+    )
+    ranks = [json.loads(output.splitlines()[-1]) for output in outputs]
+    for rank in ranks:
+        assert rank["transport"] == transport_of(hosts, asked)
+    check(cases, [rank["results"] for rank in ranks], of_ranks)
+    check("sample", [rank["tcp"] for rank in ranks], of_ranks)
+
+
+def check(cases: str, ranks: list[list[str]], hosts: tuple[int, ...]) -> None:
+    """Compare digests with the oracle's."""
+    wrong: list[Any] = [
+        f"{case}: {[rank[i] for rank in ranks]}"
+        for i, case in enumerate(collective_cases.HOST_BLOCKS[cases])
+        if [rank[i] for rank in ranks] != collective_cases.expected(case, len(ranks), hosts)
+    ]
+    assert not wrong, f"{len(wrong)} cases differ:\n" + "\n".join(wrong[:20])
