@@ -31,7 +31,7 @@ def transport_of(hosts: str, asked: str) -> str:
     """Return the transport that is selected."""
     names = hosts.split(",")
     if len(names) == 1:
-        return "local"
+        return "self"
     if asked == "MPI" or len(set(names)) == len(names):
         return "mpi"
     return "shm" if len(set(names)) == 1 else "hybrid"

@@ -103,6 +103,7 @@ class Message:
     config: Config
     op: str
     group: dist.ProcessGroup | None = None
+    host: int = 0  # of this rank
 
 
 @contextmanager
@@ -125,6 +126,7 @@ def recorded() -> Iterator[list[Message]]:
                 config,
                 options.get("op", "sum"),
                 _resolve_process_group(comm.name),
+                comm.host,
             )
         )
         return work
@@ -140,7 +142,7 @@ def equals_the_oracle(message: Message) -> bool:
     """Return whether this rank's output is the oracle's result for all ranks' inputs."""
     group, config = message.group, message.config
     everyones: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyones, (message.input, message.seed), group)
+    dist.all_gather_object(everyones, (message.input, message.seed, message.host), group)
     segments = [
         reference.Segment(s.offset, s.numel, own.bits, own.bucket_size)
         for s in message.segments
@@ -148,15 +150,17 @@ def equals_the_oracle(message: Message) -> bool:
     ]
     options: dict[str, Any] = {
         "rounding": config.rounding or "stochastic",  # the default of the uniform compressor
-        "seeds": [seed for _, seed in everyones],
+        "seeds": [seed for _, seed, _ in everyones],
         "minimal_size": config.minimal_size,
     }
-    inputs = [tc.to_numpy(x) for x, _ in everyones]
+    inputs = [tc.to_numpy(x) for x, _, _ in everyones]
     if message.verb == "all_gather":
         want = reference.all_gather(inputs, segments, **options)
     else:
         # Replicas gather the same weights, but reduce with different noise.
         options["noise_ranks"] = dist.get_process_group_ranks(group)
+        options |= {"algorithm": config.algorithm, "intra_bits": config.intra_bits or 0}
+        options["hosts"] = [host for _, _, host in everyones]
         blocks = reference.reduce_scatter(inputs, segments, op=message.op, **options)  # type: ignore[arg-type]
         want = blocks[dist.get_rank(group)]
     return bool((tc.to_numpy(message.output).view("V1") == want.view("V1")).all())
