@@ -38,7 +38,8 @@ FED_BACK: list[dict[str, Any]] = [
     {"compressor": "randk", "density": 0.2},
     *({"compressor": "entropy", "rate": rate} for rate in (0.5, 4.0)),
     *({"compressor": "levels", "bits": 2, "rotation": size} for size in (4, 32)),
-    {"compressor": "onebit", "skip_incomplete_buckets": True},
+    {"compressor": "onebit", "bucket_size": 64, "skip_incomplete_buckets": True},
+    {"bits": 3, "intra_bits": 4},
 ]
 STEPS, NUMEL = 50, 1000
 
@@ -59,6 +60,18 @@ def served(binding: str, knobs: dict[str, Any]) -> bool:
 def of_numpy(comm: Communicator, op: Op, config: Config) -> Reduce:
     def reduce(x: Values, residual: Values, seed: int) -> tuple[Values, Values]:
         return comm.allreduce(x, op, config, residual=residual, seed=seed), residual
+
+    return reduce
+
+
+def of_numpy_scatter(comm: Communicator, op: Op, config: Config) -> Reduce:
+    """Scatter the sums, and gather the blocks exactly. The values are padded with zeros."""
+
+    def reduce(x: Values, residual: Values, seed: int) -> tuple[Values, Values]:
+        pad = (0, -len(x) % comm.size)
+        lost = np.pad(residual, pad)
+        y = comm.reduce_scatter(np.pad(x, pad), op, config, residual=lost, seed=seed)
+        return comm.all_gather(y, Config(bits=32)).reshape(-1)[: len(x)], lost[: len(x)]
 
     return reduce
 
@@ -106,6 +119,7 @@ def of_jax(comm: Communicator, op: Op, config: Config) -> Reduce:
 
 BINDINGS: dict[str, Callable[[Communicator, Op, Config], Reduce]] = {
     "numpy": of_numpy,
+    "numpy scatter": of_numpy_scatter,
     "torch": of_torch,
     "torch c10d": of_torch_c10d,
     "jax": of_jax,
