@@ -146,6 +146,17 @@ PARTS: dict[str, tuple[Run, ...]] = {
         )
         for hosts in (2, 4)
     ),
+    "host_blocks": tuple(
+        Run(
+            f"host_blocks-{rate}-{hosts}x2",
+            ("benchmarks/host_blocks.py", "--link-rate", rate),
+            ranks=2,
+            hosts=hosts,
+            rate=rate,
+        )
+        for hosts in (2, 4)
+        for rate in ("1gbit", "100mbit")
+    ),
     "transports": (
         transports("1gbit-2", 2, "1gbit"),
         transports("1gbit-4", 4, "1gbit"),

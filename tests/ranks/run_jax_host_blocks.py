@@ -1,6 +1,6 @@
 """Rank program: psum_scatter_q and all_gather_q over processes on simulated hosts.
 
-    mpirun -np 4 python run_jax_host_blocks.py CHECK ...     # with CGX_HOST_ID
+mpirun -np 4 python run_jax_host_blocks.py CHECK ...     # with CGX_HOST_ID
 """
 
 from typing import Any

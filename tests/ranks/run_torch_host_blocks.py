@@ -1,6 +1,6 @@
 """Rank program: hierarchical reduce_scatter and all_gather in PyTorch, on simulated hosts.
 
-    mpirun -np 4 python run_torch_host_blocks.py CHECK ...     # with CGX_HOST_ID
+mpirun -np 4 python run_torch_host_blocks.py CHECK ...     # with CGX_HOST_ID
 """
 
 import itertools
@@ -114,9 +114,7 @@ def step(model: Any, gradients: Config, weights: Config) -> None:
         assert equals_the_oracle(message), (message.verb, message.config)
 
 
-CHECKS = checks.named(
-    functions, operators, fully_sharded, with_feedback, hybrid_sharded
-)
+CHECKS = checks.named(functions, operators, fully_sharded, with_feedback, hybrid_sharded)
 
 
 def main() -> None:

@@ -344,9 +344,9 @@ def _host_blocks() -> list[Case]:
     # Other algorithms, several messages, and several blocks of codecs without fixed length. The
     # last six, which are slow, are not in the sample.
     for algorithm in ("one_shot", "ring", "sra", "by_hosts"):
-        add(1003, **{"algorithm": algorithm})
+        add(1003, algorithm=algorithm)
     for size in (500, 1600, 2400, 5000, 20_000):
-        add(size, **{"algorithm": "auto"})
+        add(size, algorithm="auto")
     add(20_000, compressor="lossless")
     add(70_000, compressor="entropy", rounding="nearest")
     add(2**20 + 7, intra_bits=8, dtype="float32", op="avg", algorithm="auto")
