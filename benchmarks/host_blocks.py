@@ -31,13 +31,13 @@ from cgx_ops.bench.report import Report
 COUNTERS = Path("/sys/class/net/eth0/statistics")
 COUNTED_CALLS = 5
 
-_FOUR, _NESTED = Config(4, rounding="nearest", algorithm="sra"), {"algorithm": "hierarchical"}
+FLAT = "4 bits, flat"
 CONFIGS = {
     "exact, flat": Config(32, algorithm="sra"),
-    "exact, hierarchical": Config(32, **_NESTED),
-    "4 bits, flat": _FOUR,
-    "4 bits, hierarchical": Config(4, rounding="nearest", **_NESTED),
-    "4 bits, 8 within hosts": Config(4, rounding="nearest", intra_bits=8, **_NESTED),
+    "exact, hierarchical": Config(32, algorithm="hierarchical"),
+    FLAT: Config(4, rounding="nearest", algorithm="sra"),
+    "4 bits, hierarchical": Config(4, rounding="nearest", algorithm="hierarchical"),
+    "4 bits, 8 within hosts": Config(4, rounding="nearest", algorithm="hierarchical", intra_bits=8),
 }
 GLOO = "gloo, exact"
 
@@ -139,9 +139,7 @@ def measure_verb(verb: str, size: int, rate: float | None) -> list[Found]:
 
 
 def table_of(found: list[Found], where: str) -> Table:
-    flat = {
-        (each.verb, each.size): each.seconds for each in found if each.contender == "4 bits, flat"
-    }
+    flat = {(each.verb, each.size): each.seconds for each in found if each.contender == FLAT}
     rows = [
         [
             each.verb,

@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 import pytest
-from support import collective_cases, launch
+from support import collective_cases, host_block_cases, launch
 
 NUMBER_OF_HOSTS = {
     "a": 1, "a,a": 1, "a,a,a,a": 1, "a,b": 2, "a,a,b,b": 2, "a,a,b,b,c,c,d,d": 4, "a,b,b,b": 2,
@@ -56,7 +56,7 @@ def check(cases: str, ranks: list[list[str]], hosts: tuple[int, ...]) -> None:
     """Compare digests with the oracle's."""
     wrong: list[Any] = [
         f"{case}: {[rank[i] for rank in ranks]}"
-        for i, case in enumerate(collective_cases.HOST_BLOCKS[cases])
+        for i, case in enumerate(host_block_cases.CASES[cases])
         if [rank[i] for rank in ranks] != collective_cases.expected(case, len(ranks), hosts)
     ]
     assert not wrong, f"{len(wrong)} cases differ:\n" + "\n".join(wrong[:20])

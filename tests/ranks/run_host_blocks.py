@@ -1,7 +1,7 @@
 """Run reduce_scatter and all_gather on several hosts. Each rank prints one JSON object.
 
     transport   the communicator's transport
-    results     digests of cases of collective_cases.HOST_BLOCKS
+    results     digests of cases of host_block_cases.CASES
     tcp         the same for the sample, over TCP
 
 Argument: "all" cases, or a "sample".
@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import numpy as np
 from mpi4py import MPI
-from support import collective_cases
+from support import collective_cases, host_block_cases
 
 import cgx_ops
 from cgx_ops import Communicator, Config, MismatchError
@@ -88,8 +88,8 @@ def main() -> None:
     )
     found = {
         "transport": world.transport,
-        "results": results(world, collective_cases.HOST_BLOCKS[sys.argv[1]]),
-        "tcp": results(tcp, collective_cases.HOST_BLOCKS["sample"]),
+        "results": results(world, host_block_cases.CASES[sys.argv[1]]),
+        "tcp": results(tcp, host_block_cases.CASES["sample"]),
     }
     check_plans(world)
     check_disagreement(world)

@@ -15,6 +15,7 @@ from support.jax_cases import mesh_of, normal, on_mesh, same_bits, spread
 import cgx_ops
 import cgx_ops.jax
 from cgx_ops import Config
+from cgx_ops.config import Algorithm
 from cgx_ops.jax import all_gather_q, psum_scatter_q
 
 NUMEL = 3000
@@ -38,7 +39,9 @@ def scatter() -> None:
     mesh, x = mesh_of((count,), ("d",)), normal(1, count, count, NUMEL)
     inputs = [np.ascontiguousarray(each).reshape(-1) for each in x]
     results = []
-    for algorithm, intra_bits in (("hierarchical", 8), ("by_hosts", None), ("one_shot", None)):
+    rows: list[tuple[Algorithm, int | None]]
+    rows = [("hierarchical", 8), ("by_hosts", None), ("one_shot", None)]
+    for algorithm, intra_bits in rows:
         config = Config(4, 64, "nearest", algorithm, intra_bits=intra_bits)
 
         def body(v: jax.Array, config: Config = config) -> Any:

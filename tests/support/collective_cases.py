@@ -10,7 +10,6 @@ of each result (tests/ranks/run_collectives.py); the test computes the oracle's 
         COMPRESSORS  every compressor with its settings: algorithms x ops x sizes, and the features
     ALL_TO_ALL  every compressor: sizes x equal, unequal and empty blocks, and the features
     HIERARCHICAL  several hosts: bits x intra_bits x dtype x op x size, and the features
-    HOST_BLOCKS   several hosts: reduce_scatter and all_gather, in the same way
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -208,7 +207,7 @@ def of_compressors() -> Iterator[dict[str, Any]]:
 
 
 # Seven, so that other alternating options occur with each of them.
-_DTYPES_IN_TURN = ("float32", "float16", "bfloat16", "float32", "bfloat16", "float16", "float32")
+DTYPES_IN_TURN = ("float32", "float16", "bfloat16", "float32", "bfloat16", "float16", "float32")
 
 
 def _hierarchical() -> list[Case]:
@@ -255,7 +254,7 @@ def _hierarchical() -> list[Case]:
             Case(60_000, segments=layers, **options),
             Case(60_000, segments=layers[::-1], minimal_size=1000, **options),
         ]
-    dtypes = itertools.cycle(_DTYPES_IN_TURN)
+    dtypes = itertools.cycle(DTYPES_IN_TURN)
     for row in of_compressors():
         row |= {"algorithm": "hierarchical", "bucket_size": 64}
         cases += [Case(2003, dtype=next(dtypes), op=op, **row) for op in ("sum", "avg")]
@@ -268,93 +267,8 @@ def _hierarchical() -> list[Case]:
     return cases
 
 
-def has_rounding(case: Case) -> bool:
-    """Return whether the compressor supports several roundings."""
-    formats = ("mxfp8", "mxfp8_e5m2", "mxfp4", "nvfp4")
-    return case.compressor in ("uniform", "half", "entropy", *formats)
-
-
-def config_of(case: Case) -> Config:
-    """Return the Config of a case."""
-    return Config(
-        bits=case.bits,
-        bucket_size=case.bucket_size,
-        rounding=case.rounding if has_rounding(case) else None,
-        algorithm=case.algorithm,
-        gather_bits=case.gather_bits or None,
-        intra_bits=case.intra_bits or None,
-        minimal_size=case.minimal_size,
-        skip_incomplete_buckets=case.skip_incomplete_buckets,
-        compressor=case.compressor,
-        density=case.density,
-        value_bits=case.value_bits,
-        rotation=case.rotation,
-        clip=case.clip,
-        rate=case.rate,
-    )
-
-
-def converges(case: Case) -> bool:
-    """Return whether error feedback converges."""
-    try:
-        replace(config_of(case), error_feedback=True)
-    except InvalidArgument:
-        return False
-    return True
-
-
-def _host_blocks() -> list[Case]:
-    layers = ((0, 700, 4, 512), (700, 9, 4, 512), (709, 1000, 8, 64), (2000, 5000, 32, 1))
-    dtypes = itertools.cycle(_DTYPES_IN_TURN)
-    cases: list[Case] = []
-
-    def add(size: int, verbs: Sequence[str] = ("reduce_scatter", "all_gather"), **knobs: Any):
-        for verb in verbs:
-            options = {"dtype": next(dtypes), "algorithm": "hierarchical", "verb": verb, **knobs}
-            cases.append(Case(size, **options))
-
-    scatter = ("reduce_scatter",)
-    for size, op in itertools.product((0, 1, 17, 511, 512, 513), ("sum", "avg")):
-        for dtype in DTYPES:
-            add(size, bits=4, bucket_size=64, dtype=dtype, op=op)
-            add(size, scatter, bits=4, bucket_size=64, dtype=dtype, op=op, intra_bits=8)
-        add(size, bits=32, op=op)
-    for bits, rounding in itertools.product((1, 2, 8), ROUNDINGS):
-        add(1003, bits=bits, bucket_size=100, rounding=rounding, intra_bits=3)
-    for dtype, op in itertools.product(DTYPES, ("min", "max", "product")):
-        add(700, scatter, bits=32, dtype=dtype, op=op)
-    for dtype, op in itertools.product(DTYPES, ("sum", "avg", "max")):
-        add(20_000, scatter, bits=32, dtype=dtype, op=op, special="large")
-    for special in ("nan", "inf", "huge", "tiny", "zeros", "constant"):
-        add(600, bits=4, bucket_size=64, special=special, intra_bits=8)
-    for knobs in ({}, {"skip_incomplete_buckets": True}, {"minimal_size": 1000}):
-        add(8000, segments=layers, intra_bits=8, **knobs)
-        add(8000, segments=layers[::-1], op="avg", rounding="nearest", **knobs)
-    for dtype, op in itertools.product(DTYPES, ("sum", "avg")):
-        add(1300, scatter, rounding="nearest", feedback=True, dtype=dtype, op=op)
-        add(8000, scatter, rounding="nearest", feedback=True, dtype=dtype, op=op, segments=layers)
-    for row in of_compressors():
-        add(1003, bucket_size=64, op="avg", **row)
-        add(600, bucket_size=64, special="zeros", **row)
-        fed_back = Case(1003, feedback=True, **row)
-        if converges(fed_back):
-            add(1003, scatter, bucket_size=64, feedback=True, **row)
-        if row["compressor"] in ("levels", "qsgd"):
-            add(1003, scatter, bucket_size=64, intra_bits=4, **row)
-    # Other algorithms, several messages, and several blocks of codecs without fixed length. The
-    # last six, which are slow, are not in the sample.
-    for algorithm in ("one_shot", "ring", "sra", "by_hosts"):
-        add(1003, algorithm=algorithm)
-    for size in (500, 1600, 2400, 5000, 20_000):
-        add(size, algorithm="auto")
-    add(20_000, compressor="lossless")
-    add(70_000, compressor="entropy", rounding="nearest")
-    add(2**20 + 7, intra_bits=8, dtype="float32", op="avg", algorithm="auto")
-    return cases
-
-
 def _compressors() -> list[Case]:
-    cases, dtypes = [], itertools.cycle(_DTYPES_IN_TURN)
+    cases, dtypes = [], itertools.cycle(DTYPES_IN_TURN)
 
     def add(size: int, bucket_size: int, **knobs: Any) -> None:
         cases.append(Case(size, bucket_size=bucket_size, **{"dtype": next(dtypes), **knobs}))
@@ -396,7 +310,7 @@ def _compressors() -> list[Case]:
 
 def _all_to_all() -> list[Case]:
     sizes = ((0, 7), (1, 64), (17, 7), (511, 64), (512, 100), (513, 512))
-    splits, dtypes = itertools.cycle(("uneven", "", "empty")), itertools.cycle(_DTYPES_IN_TURN)
+    splits, dtypes = itertools.cycle(("uneven", "", "empty")), itertools.cycle(DTYPES_IN_TURN)
     options: list[dict[str, Any]] = [
         *({"bits": bits, "rounding": rounding} for bits in (1, 4, 8) for rounding in ROUNDINGS),
         {"bits": 32},
@@ -424,11 +338,9 @@ SAMPLE = MATRIX[::7]  # 7 divides no argument's number of values: core/test_coll
 FEATURES = _features()
 COMPRESSORS = _compressors()
 ALL_TO_ALL = _all_to_all()
-_NESTED, _BLOCKS = _hierarchical(), _host_blocks()
+_NESTED = _hierarchical()
 # Several hosts: tests/core/test_hierarchical.py. 5 divides no argument's number of values.
 HIERARCHICAL = {"all": _NESTED, "sample": _NESTED[:-5:5] + _NESTED[-5:]}
-# tests/core/test_host_blocks.py
-HOST_BLOCKS = {"all": _BLOCKS, "sample": _BLOCKS[:-6:5]}
 SETS = {
     "matrix": MATRIX,
     "sample": SAMPLE,
@@ -437,6 +349,12 @@ SETS = {
     "compressors, some": COMPRESSORS[::17],
     "all_to_all": ALL_TO_ALL,
 }
+
+
+def has_rounding(case: Case) -> bool:
+    """Return whether the compressor supports several roundings."""
+    formats = ("mxfp8", "mxfp8_e5m2", "mxfp4", "nvfp4")
+    return case.compressor in ("uniform", "half", "entropy", *formats)
 
 
 def sizes_of_blocks(case: Case, world_size: int) -> list[list[int]]:
@@ -513,6 +431,35 @@ def result_of(result: npt.NDArray[Any], residual: npt.NDArray[Any] | None) -> np
 def digest(result: npt.NDArray[Any]) -> str:
     """Return a digest of the result's bits."""
     return hashlib.blake2b(result.tobytes(), digest_size=12).hexdigest()
+
+
+def config_of(case: Case) -> Config:
+    """Return the Config of a case."""
+    return Config(
+        bits=case.bits,
+        bucket_size=case.bucket_size,
+        rounding=case.rounding if has_rounding(case) else None,
+        algorithm=case.algorithm,
+        gather_bits=case.gather_bits or None,
+        intra_bits=case.intra_bits or None,
+        minimal_size=case.minimal_size,
+        skip_incomplete_buckets=case.skip_incomplete_buckets,
+        compressor=case.compressor,
+        density=case.density,
+        value_bits=case.value_bits,
+        rotation=case.rotation,
+        clip=case.clip,
+        rate=case.rate,
+    )
+
+
+def converges(case: Case) -> bool:
+    """Return whether error feedback converges."""
+    try:
+        replace(config_of(case), error_feedback=True)
+    except InvalidArgument:
+        return False
+    return True
 
 
 def segments_of(case: Case, config: Config) -> list[Segment] | None:

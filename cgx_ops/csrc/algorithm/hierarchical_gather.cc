@@ -79,7 +79,7 @@ class HierarchicalGather : public Algorithm {
   const char* phase() const override { return "hierarchical all-gather"; }
 
  private:
-  // What a rank of my host forwards to me.
+  // The blocks that a rank of my host forwards to me.
   struct Forwarded {
     std::vector<int> blocks;
     ChunkStream arrived;
