@@ -50,6 +50,8 @@ _SMALL = (
     Case(50_000, 4, 512, rounding="nearest", algorithm="hierarchical"),
     Case(1234, 8, 100, rounding="nearest", verb="reduce_scatter"),
     Case(1234, 4, 100, rounding="nearest", verb="all_gather"),
+    Case(9000, 8, rounding="nearest", verb="reduce_scatter", algorithm="hierarchical"),
+    Case(9000, 4, rounding="nearest", verb="all_gather", algorithm="hierarchical"),
     Case(1234, 4, 100, rounding="nearest", verb="all_to_all", splits="uneven"),
     Case(
         8000,

@@ -19,7 +19,6 @@ from support.collective_cases import (
     of_compressors,
 )
 
-
 BOTH = ("reduce_scatter", "all_gather")
 
 
@@ -28,9 +27,7 @@ def _cases() -> list[Case]:
     dtypes = itertools.cycle(DTYPES_IN_TURN)
     cases: list[Case] = []
 
-    def add(
-        size: int, verbs: Sequence[str] = ("reduce_scatter", "all_gather"), **knobs: Any
-    ) -> None:
+    def add(size: int, verbs: Sequence[str] = BOTH, **knobs: Any) -> None:
         for verb in verbs:
             options = {"dtype": next(dtypes), "algorithm": "hierarchical", "verb": verb, **knobs}
             cases.append(Case(size, **options))
