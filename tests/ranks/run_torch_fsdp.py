@@ -16,6 +16,8 @@ from torch_fsdp import (
     feedback,
     messages,
     refusals,
+    replica_states,
+    replicas,
     rules,
     training,
 )
@@ -26,7 +28,16 @@ def main() -> None:
     dist.init_process_group("cgx")
     checks.run(
         checks.of_modules(
-            messages, training, rules, refusals, feedback, adaptive, ambient, differences
+            messages,
+            training,
+            rules,
+            refusals,
+            feedback,
+            adaptive,
+            ambient,
+            differences,
+            replicas,
+            replica_states,
         )
     )
     dist.destroy_process_group()

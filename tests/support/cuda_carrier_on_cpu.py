@@ -16,10 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from cgx_ops._core import structs
-from cgx_ops.torch.averaging import exchange, residuals, state
-from cgx_ops.torch.ddp import unused_parameters
+from cgx_ops.torch.averaging import exchange, residuals, state, unused_parameters
+from cgx_ops.torch.averaging.power_sgd import exchange as power_sgd
 from cgx_ops.torch.ddp.deep_gradient import hook as deep_gradient
-from cgx_ops.torch.ddp.power_sgd import hook as power_sgd
 from cgx_ops.torch.graph import carried, carried_on_cuda
 from support import carried_steps
 

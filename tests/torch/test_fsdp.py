@@ -1,4 +1,4 @@
-"""FSDP2 with compressed collectives: every message, all training modes, HSDP."""
+"""FSDP2 with compressed collectives: every message, all training modes, replicas of HSDP."""
 
 import re
 
@@ -19,14 +19,14 @@ ON_TWO = ["messages_equal_the_oracle", "weights_in_forward", "other_layouts", "t
 ON_TWO += ["rules.*", "refusals.*", "ambient.*", *FEEDBACK, *WHOSE]
 ON_FOUR = ["messages_equal_the_oracle", "hybrid", "smaller_mesh_after_forward", *WHOSE]
 ON_FOUR += ["feedback_matches_reduce_scatter", "ambient.defaults", "failure_on_one_rank"]
-ON_FOUR += ["differences_equal_the_oracle", "unchanged_weights_are_not_sent", "replicas_of_shards"]
-ON_FOUR += ["resumed_differences_are_bitwise_equal", "bad_differences"]
-LONGER = [
-    *FEEDBACK,
-    "differences_fit_any_number_of_shards",
-    "consolidated_residuals_fit_any_number_of_shards",
-]
+ON_FOUR += ["differences_equal_the_oracle", "unchanged_weights_are_not_sent", "bad_differences"]
+ON_FOUR += ["replicas_of_shards", "differences.resumed_differences_are_bitwise_equal"]
+ON_FOUR += ["replicas.exact_equals_native", "replicas.matches_reference", "replicas.odd_layers"]
+ON_FOUR += ["replica_states.invalid_replicas", "replica_states.failure_on_one_rank"]
+LONGER = [*FEEDBACK, "differences_fit_any_number_of_shards"]
+LONGER += ["consolidated_residuals_fit_any_number_of_shards"]
 SLOW_ON_TWO = ["adaptive.*", "replicas_do_not_drift", "all_training_modes_with_differences"]
+REPLICAS = ["replicas.*", "replica_states.*"]
 PROGRAM = "run_torch_fsdp.py"
 
 
@@ -34,6 +34,10 @@ PROGRAM = "run_torch_fsdp.py"
     Launch(4, PROGRAM, *ON_FOUR, env=tc.ENVIRONMENT, timeout=150),
     Launch(2, PROGRAM, *SLOW_ON_TWO, env=tc.ENVIRONMENT, timeout=150, marks=[pytest.mark.slow]),
     Launch(4, PROGRAM, *LONGER, env=tc.ENVIRONMENT, timeout=150, marks=[pytest.mark.slow]),
+    Launch(4, PROGRAM, *REPLICAS, env=tc.ENVIRONMENT, timeout=300, marks=[pytest.mark.slow]),
+    Launch(
+        3, PROGRAM, "replicas.*", env=tc.ENVIRONMENT, timeout=150, marks=[pytest.mark.exhaustive]
+    ),
     Launch(2, PROGRAM, *ON_TWO, env=tc.ENVIRONMENT, timeout=150, marks=[pytest.mark.exhaustive]),
 )
 def test_ranks(check: RankCheck) -> None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from cgx_ops.methods import low_rank
-from cgx_ops.torch.ddp.power_sgd.linear_algebra import (
+from cgx_ops.torch.averaging.power_sgd.linear_algebra import (
     Form,
     Matrices,
     Part,

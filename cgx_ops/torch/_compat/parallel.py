@@ -192,6 +192,26 @@ def version_of(parameter: ShardedParameter) -> tuple[int, int]:
     return id(parameter.sharded), parameter.sharded._version
 
 
+def fsdp_shards(group: Any) -> list[torch.Tensor]:
+    """Return this rank's shards of a group's parameters, which share the parameters' memory."""
+    return [parameter.sharded_param.detach().to_local() for parameter in group.fsdp_params]
+
+
+def fsdp_device(group: Any) -> torch.device:
+    """Return the device on which a group's gradients are reduced."""
+    return group.device
+
+
+def fsdp_all_reduces(group: Any) -> bool:
+    """Return whether backward averages gradients over replicas (set_requires_all_reduce)."""
+    return group.all_reduce_grads
+
+
+def fsdp_all_reduce_hook(group: Any) -> Callable[[torch.Tensor], None] | None:
+    """Return the function that FSDP calls with a group's reduced gradients."""
+    return group._all_reduce_hook
+
+
 def in_backward() -> bool:
     """Return whether autograd's engine is running on this thread."""
     return torch._C._current_graph_task_id() != -1

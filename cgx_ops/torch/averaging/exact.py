@@ -21,6 +21,14 @@ def gather_over(group: dist.ProcessGroup) -> Gather:
     return gather
 
 
+def all_gather_over(group: dist.ProcessGroup, x: torch.Tensor) -> torch.Tensor:
+    """Return the tensors of all ranks of a group, (ranks, elements of one). Collective."""
+    everyones = x.new_empty(group.size(), x.numel())
+    with process_group.uncompressed():
+        dist.all_gather_into_tensor(everyones, x.contiguous().view(1, -1), group)
+    return everyones
+
+
 def mean_over(group: dist.ProcessGroup, x: torch.Tensor) -> torch.Tensor:
     """Return the mean of a tensor over the ranks of a group, in float32. Collective."""
     total = x.to(torch.float32, copy=True).contiguous()

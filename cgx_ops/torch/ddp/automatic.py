@@ -25,12 +25,12 @@ from cgx_ops.torch._compat import graphs, parallel
 from cgx_ops.torch._compat.parallel import group_or_default
 from cgx_ops.torch.averaging import layers
 from cgx_ops.torch.averaging.averager import Average
+from cgx_ops.torch.averaging.power_sgd.state import Factors
 from cgx_ops.torch.averaging.reports import report_layers
 from cgx_ops.torch.averaging.residuals import Residuals
 from cgx_ops.torch.backend import process_group
 from cgx_ops.torch.ddp import models
 from cgx_ops.torch.ddp.hook import QuantizedAllreduceState, quantized_allreduce_hook
-from cgx_ops.torch.ddp.power_sgd.state import Factors
 from cgx_ops.torch.ddp.state import HookState
 
 _CHOOSE_BITS = ("CGX_COMPRESSION_QUANTIZATION_BITS", "CGX_COMPRESSOR")

@@ -24,10 +24,10 @@ from cgx_ops.torch.averaging.adaptation import Adaptation
 from cgx_ops.torch.averaging.layers import Layer, segments_of
 from cgx_ops.torch.averaging.residuals import decayed, nothing
 from cgx_ops.torch.averaging.state import by_hosts, ranks_of, rules_of
+from cgx_ops.torch.averaging.unused_parameters import unused_kept
 from cgx_ops.torch.backend import process_group
 from cgx_ops.torch.ddp import models
 from cgx_ops.torch.ddp.state import HookState
-from cgx_ops.torch.ddp.unused_parameters import unused_kept
 from cgx_ops.torch.graph.work import DTYPES, devices
 
 _log = logging.getLogger(__name__)

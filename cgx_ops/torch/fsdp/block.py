@@ -18,6 +18,8 @@ from cgx_ops.torch._compat import parallel
 from cgx_ops.torch.backend.groups import communicator_of
 from cgx_ops.torch.graph.work import DTYPES
 
+_TO_PREVENT_THIS = "To prevent this, call set_reduce_scatter_unused_params(True) on the module"
+
 # ---- 1. parameters -------------------------------------------------------------------------------
 
 
@@ -40,15 +42,21 @@ class Parameter:
     numel: int
 
     def _padded(self, ranks: int) -> list[int]:
+        shape = self.part_shape(ranks)
+        shape[self.dim] *= ranks
+        return shape
+
+    def part_shape(self, ranks: int) -> list[int]:
+        """Return the shape of the part in a block, including padding."""
         shape = list(self.shape)
-        shape[self.dim] = -(-shape[self.dim] // ranks) * ranks
+        shape[self.dim] = -(-shape[self.dim] // ranks)
         return shape
 
     def cut_from(self, blocks: torch.Tensor) -> torch.Tensor:
         """Return the whole parameter from (ranks, elements of a block)."""
-        ranks, shape = len(blocks), self._padded(len(blocks))
-        shape[self.dim] //= ranks
-        parts = blocks[:, self.first : self.first + self.numel].reshape(ranks, *shape)
+        ranks = len(blocks)
+        parts = blocks[:, self.first : self.first + self.numel]
+        parts = parts.reshape(ranks, *self.part_shape(ranks))
         return torch.cat(parts.unbind(), self.dim).narrow(self.dim, 0, self.shape[self.dim])
 
     def put_into(self, blocks: torch.Tensor, whole: torch.Tensor) -> None:
@@ -106,16 +114,27 @@ class Block:
         trainable = [p for p in parallel.fsdp_parameters(self._group) if p.trainable]
         return self._segments(trainable, numel)
 
+    def averaged(self, numel: int, dtype: torch.dtype) -> list[Parameter] | None:
+        """Return the parameters of an average over replicas; None if it must be exact."""
+        exact = "its gradients are averaged exact over the replicas, because"
+        if dtype not in DTYPES:
+            self._warn(f"{exact} they are {dtype}")
+        elif not self.complete(numel):
+            self._warn(f"{exact} some of its parameters got none. {_TO_PREVENT_THIS}")
+        else:
+            return self.parameters()
+        return None
+
     def complete(self, numel: int) -> bool:
         """Return whether a block of this size has the gradients of all trainable parameters."""
         parameters = parallel.fsdp_parameters(self._group)
         return numel == sum(p.numel for p in parameters if p.trainable)
 
-    def parameters(self) -> list[Parameter]:
-        """Return the parameters of a block with complete gradients."""
+    def parameters(self, *, frozen: bool = False) -> list[Parameter]:
+        """Return the parameters of a block with complete gradients; also frozen ones if asked."""
         found, first = [], 0
         for p in parallel.fsdp_parameters(self._group):
-            if p.trainable:
+            if p.trainable or frozen:
                 found.append(Parameter(self._name_of(p), p.shape, p.dim, first, p.numel))
                 first += p.numel
         return found
@@ -147,8 +166,7 @@ class Block:
             return segments
         self._warn(
             "some of its parameters got no gradient, so the message is quantized as a whole, "
-            "including parameters that should be exact. To prevent this, call "
-            "set_reduce_scatter_unused_params(True) on the module"
+            f"including parameters that should be exact. {_TO_PREVENT_THIS}"
         )
         return [Segment(0, numel)]
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from cgx_ops import Config, Rules
@@ -29,10 +30,12 @@ from cgx_ops.torch._compat import parallel
 from cgx_ops.torch.averaging.layers import Layer, layer_name
 from cgx_ops.torch.averaging.reports import report_layers
 from cgx_ops.torch.backend.groups import communicator_of
+from cgx_ops.torch.fsdp.all_reduce import install_hooks, remove_hooks
 from cgx_ops.torch.fsdp.block import Block, rows_of
 from cgx_ops.torch.fsdp.custom import Custom, plain_of
 from cgx_ops.torch.fsdp.differences import DifferenceGather, Differences, require_convergence
 from cgx_ops.torch.fsdp.feedback import Feedback
+from cgx_ops.torch.fsdp.power_sgd import PowerSGD
 from cgx_ops.torch.fsdp.state import State
 from cgx_ops.torch.graph.work import start
 
@@ -53,6 +56,8 @@ def compress(
     rules: Rules | None = None,
     feedback: Feedback | None = None,
     adaptive: AdaptiveBits | None = None,
+    replicas: dist.ProcessGroup | DeviceMesh | None = None,
+    replica_gradients: PowerSGD | Config | None = GRADIENTS,
     seed: int = 0,
 ) -> State:
     """Compress the collectives of every module in a model that `fully_shard` wrapped.
@@ -79,6 +84,12 @@ def compress(
             gradient, with the error of gradients.bits; for compressor "entropy" the rates, with the
             mean gradients.rate. Parameters whose bits or rate a rule sets keep them. Measured on
             the host. All modules must be sharded over all ranks.
+        replicas: for HSDP, the ranks with the same shards, as a process group or a mesh of one
+            dimension, for example mesh["replicate"] if modules are sharded over mesh["shard"].
+            Gradients are averaged over them, too. The first of them sends its weights to the
+            others. CPU only.
+        replica_gradients: settings of this average: `PowerSGD` for low rank, or a Config. Both may
+            use error feedback. None: exact.
         seed: seed of random rounding, 0 or more.
 
     Returns:
@@ -87,10 +98,11 @@ def compress(
 
     Raises:
         InvalidArgument: no module is wrapped, a module is only replicated, cgx_ops cannot connect a
-            process group, or `feedback` or `adaptive` does not fit `gradients`.
+            process group, or `feedback` or `adaptive` does not fit `gradients`. Also if `replicas`
+            do not have this rank's shards, or `replica_gradients` has no `replicas`.
         ValueError: a module shards its parameters over several meshes.
         TypeError: `gradients` is not a Config, `weights` is neither a Config nor a Differences, or
-            `rules` is not a Rules.
+            `rules` is not a Rules. With `replicas`, also if parameters are not on the CPU.
 
     Example:
         >>> import torch
@@ -106,6 +118,10 @@ def compress(
         >>> checkpoint = state.state_dict()  # save it beside model and optimizer
         >>> dist.destroy_process_group()
     """
+    if replicas is None and replica_gradients is not GRADIENTS:
+        raise InvalidArgument(
+            "replica_gradients has no effect without replicas: pass the ranks with the same shards"
+        )
     if not isinstance(gradients, Config | None):
         raise TypeError(f"gradients is {gradients!r}; it must be a cgx_ops.Config or None")
     if not isinstance(weights, Config | Differences | None):
@@ -177,6 +193,17 @@ def compress(
         raise InvalidArgument(
             "adaptive bits: modules are sharded over some of the ranks only, which would choose "
             "different bits for the same parameters: leave `adaptive` out"
+        )
+    modules = {group: module for group, (_, module) in groups.items()}
+    remove_hooks(modules)
+    if replicas is not None:
+        exact = Config(bits=EXACT_BITS)
+        blocks = {g: Block(name, g, names, gathered, exact) for g, (name, _) in groups.items()}
+        state.replicas = install_hooks(
+            modules, blocks, replicas, replica_gradients, gathered, state.seed
+        )
+        state.everywhere = (
+            state.replicas.shards * state.replicas.group.size() == dist.get_world_size()
         )
     return state
 

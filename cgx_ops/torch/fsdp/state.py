@@ -16,13 +16,14 @@ from cgx_ops.torch.averaging.loaded import require_layers
 from cgx_ops.torch.fsdp.base import Bases
 from cgx_ops.torch.fsdp.block import Block
 from cgx_ops.torch.fsdp.feedback import Feedback, Kept
+from cgx_ops.torch.fsdp.replicas import Replicas
 
 
 class State:
     """State of the compressed collectives of an FSDP2 model, to be saved with each checkpoint.
 
     `cgx_ops.torch.fsdp.compress` creates it. torch.distributed.checkpoint and pickle accept it.
-    Everything except residuals is equal on all ranks.
+    Everything except residuals, and PowerSGD's factors of shards, is equal on all ranks.
 
     Weights get new noise in the first forward after a backward. Until then every all-gather uses
     the same noise, so that forward, backward, recomputed activations and evaluations use the same
@@ -35,6 +36,8 @@ class State:
 
     Attributes:
         adaptive: the adaptive bits, or None.
+        replicas: the average over the replicas of HSDP, or None. Its `compression_stats()` returns
+            the compression rate so far, and the number of elements before and after.
 
     Raises:
         InvalidArgument: `compress` raises it for arguments that are out of range.
@@ -59,10 +62,11 @@ class State:
         adaptive: AdaptiveBits | None = None,
         seed: int = 0,
     ) -> None:
-        self._seed = seed
+        self.seed = seed
         self.kept = None if feedback is None else Kept(feedback)
         self.adaptive = adaptive
         self.bases = Bases()
+        self.replicas: Replicas | None = None
         self.everywhere = True
         self.trained: set[str] = set()  # names of modules with gradients to reduce
         self.modules: set[str] = set()  # names of modules, one for each sharded group
@@ -100,6 +104,8 @@ class State:
             saved |= {"steps": self._steps, "adaptive": copy.deepcopy(self.adaptive)}
         if self.bases:
             saved["bases"] = self.bases.state_dict(self.reductions)
+        if self.replicas is not None:
+            saved["replicas"] = self.replicas.state_dict()
         return saved
 
     def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None:
@@ -112,14 +118,15 @@ class State:
                 False: drop them with a warning.
 
         Raises:
-            InvalidArgument: error feedback or adaptive bits differ from the checkpoint's. Also if
-                the residuals are another rank's, are stored differently, or belong to layers that
-                the model does not have.
+            InvalidArgument: error feedback, adaptive bits or the average over replicas differ from
+                the checkpoint's. Also if the residuals are another rank's, are stored differently,
+                or belong to layers that the model does not have.
         """
         for key, what, has in (
             ("kept", "error feedback", self.kept is not None),
             ("adaptive", "adaptive bits", self.adaptive is not None),
             ("bases", "differences of weights", bool(self.bases)),
+            ("replicas", "replicas", self.replicas is not None),
         ):
             if has != (key in state_dict):
                 raise InvalidArgument(
@@ -138,6 +145,8 @@ class State:
         require_layers("fsdp.State", by_layer, names, strict=strict)
         if self.bases:
             self.bases.load_state_dict(state_dict["bases"], strict)
+        if self.replicas is not None:
+            self.replicas.load_for(state_dict["replicas"], self.parameters, strict=strict)
         self.kept = kept
         if adaptive is not None:
             adaptive.keep(names)
@@ -149,6 +158,8 @@ class State:
 
     def consolidate(self) -> None:
         """Replace residuals by their mean over the ranks, by parameter. Collective.
+
+        The factors of PowerSGD start again.
 
         A checkpoint that is saved afterwards can be loaded on any number of ranks; the pending
         correction is unchanged. To load it with torch.distributed.checkpoint, call `consolidate` on
@@ -166,6 +177,8 @@ class State:
             )
         if self.kept is not None:
             self.kept.consolidate()
+        if self.replicas is not None:
+            self.replicas.consolidate()
 
     def weights_seed(self, name: str) -> int:
         """Return the seed of an all-gather; replicas of a shard get the same.
@@ -181,7 +194,7 @@ class State:
         elif self._used:
             self._draws += 1
             self._used = False
-        return call_seed(self._seed, name, self._draws)
+        return call_seed(self.seed, name, self._draws)
 
     def adaptation(
         self, block: Block, communicator: Communicator, config: Config
@@ -232,7 +245,7 @@ class State:
         self._used = True
         self.reductions += 1
         owner = "all ranks" if shared else f"rank {dist.get_rank()}"
-        return call_seed(self._seed, f"{name} of {owner}", self.reductions)
+        return call_seed(self.seed, f"{name} of {owner}", self.reductions)
 
 
 torch.serialization.add_safe_globals([Bases, State])

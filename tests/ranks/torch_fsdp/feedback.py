@@ -7,7 +7,7 @@
 
 import itertools
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -133,32 +133,40 @@ def averaged_in_eight_bits() -> None:
     assert (loco.bits, loco.average, loco.reset) == (8, 0.8, 1024)
 
 
+def resumes(made: Callable[[], tuple[Any, fsdp.State]]) -> None:
+    """Save after 3 steps, in each form; check that a new model continues to the same bits."""
+    with folder_of_all() as folder:
+        model, state = made()
+        train(model, range(3))
+        save({"model": model.state_dict(), "cgx": state}, checkpoint_id=folder)
+        file = f"{folder}/{dist.get_rank()}.pt"
+        torch.save({"torch": state.state_dict(), "torch, whole": state}, file)
+        train(model, range(3, 6))
+        want = weights(model)
+        for form in ("dcp", "torch", "torch, whole", "nothing"):
+            model, state = made()
+            loaded: dict[str, Any] = {"model": model.state_dict()}
+            if form == "dcp":
+                loaded["cgx"] = state
+            load(loaded, checkpoint_id=folder)
+            model.load_state_dict(loaded["model"])
+            if form.startswith("torch"):
+                found = torch.load(file)[form]
+                state.load_state_dict(found if form == "torch" else found.state_dict())
+            train(model, range(3, 6))
+            got = weights(model)
+            same = all(tc.same_bits(got[name], want[name]) for name in want)
+            assert same == (form != "nothing"), (form, state.kept, state.replicas)
+
+
 def resumed_feedback_is_bitwise_equal() -> None:
     for feedback in (None, Feedback(bits=8, average=0.5, reset=4), Feedback(average=0.5)):
-        with folder_of_all() as folder:
+
+        def made(feedback: Feedback | None = feedback) -> tuple[Any, fsdp.State]:
             model = sharded(Model())
-            state = fsdp.compress(model, LEVELS, feedback=feedback)
-            train(model, range(3))
-            save({"model": model.state_dict(), "cgx": state}, checkpoint_id=folder)
-            file = f"{folder}/{dist.get_rank()}.pt"
-            torch.save({"torch": state.state_dict(), "torch, whole": state}, file)
-            train(model, range(3, 6))
-            want = weights(model)
-            for form in ("dcp", "torch", "torch, whole", "nothing"):
-                model = sharded(Model())
-                state = fsdp.compress(model, LEVELS, feedback=feedback)
-                loaded: dict[str, Any] = {"model": model.state_dict()}
-                if form == "dcp":
-                    loaded["cgx"] = state
-                load(loaded, checkpoint_id=folder)
-                model.load_state_dict(loaded["model"])
-                if form.startswith("torch"):
-                    found = torch.load(file)[form]
-                    state.load_state_dict(found if form == "torch" else found.state_dict())
-                train(model, range(3, 6))
-                got = weights(model)
-                same = all(tc.same_bits(got[name], want[name]) for name in want)
-                assert same == (form != "nothing"), (form, feedback)
+            return model, fsdp.compress(model, LEVELS, feedback=feedback)
+
+        resumes(made)
 
 
 def parts_of(whole: torch.Tensor, shards: int) -> list[torch.Tensor]:

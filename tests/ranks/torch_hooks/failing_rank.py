@@ -21,11 +21,11 @@ from torch_training import RANK, backward, identical_on_all_ranks, network, weig
 from cgx_ops import Config
 from cgx_ops.torch import ddp
 from cgx_ops.torch.averaging import exchange
+from cgx_ops.torch.averaging.power_sgd.linear_algebra import Matrices
 from cgx_ops.torch.ddp import bucket
 from cgx_ops.torch.ddp import hook as ddp_hook
 from cgx_ops.torch.ddp.deep_gradient import hook as ddp_deep_gradient
 from cgx_ops.torch.ddp.deep_gradient.hook import _Layer
-from cgx_ops.torch.ddp.power_sgd.linear_algebra import Matrices
 from cgx_ops.torch.diloco import sparse_loco
 from cgx_ops.torch.optim import CompressedAdamW, Signum
 

@@ -19,6 +19,7 @@ from cgx_ops.torch.averaging.arithmetic import full_precision, use_on_this_strea
 from cgx_ops.torch.averaging.layers import segments_of
 from cgx_ops.torch.averaging.residuals import nothing
 from cgx_ops.torch.averaging.state import rules_of
+from cgx_ops.torch.averaging.unused_parameters import unused_kept
 from cgx_ops.torch.ddp.bucket import (
     BucketInfo,
     inspect_bucket,
@@ -28,7 +29,6 @@ from cgx_ops.torch.ddp.bucket import (
 )
 from cgx_ops.torch.ddp.deep_gradient.hosts import Hosts, hosts_of
 from cgx_ops.torch.ddp.deep_gradient.state import DeepGradientState
-from cgx_ops.torch.ddp.unused_parameters import unused_kept
 from cgx_ops.torch.graph.work import failed
 
 _HOOK = "deep_gradient_hook"

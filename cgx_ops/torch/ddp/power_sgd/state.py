@@ -1,12 +1,9 @@
 """PowerSGDState: settings, factors and residuals of the PowerSGD hooks."""
 
-import logging
 import re
 from collections.abc import Collection, Sequence
 from typing import Any, Literal, Unpack
 
-import numpy as np
-import torch
 import torch.distributed as dist
 
 from cgx_ops import Config, Rules
@@ -15,40 +12,13 @@ from cgx_ops.config import Keywords, config_of
 from cgx_ops.errors import InvalidArgument, require_integer
 from cgx_ops.methods import low_rank
 from cgx_ops.torch.averaging.layers import Layer
+from cgx_ops.torch.averaging.power_sgd.state import LowRankState
 from cgx_ops.torch.ddp.state import HookState
 
-_log = logging.getLogger(__name__)
 _BUCKET = re.compile(r"(.+)\.\.\.(.+) \([0-9]+\)")
 
 
-def bucket_name(first: str, last: str, numel: int) -> str:
-    """Return the name of a bucket that is one matrix: its first and last layer, and its size."""
-    return f"{first}...{last} ({numel})"
-
-
-class Factors:
-    """The factors that the last step found for each matrix, equal on all ranks.
-
-    A separate class, so that torch.distributed.checkpoint saves it as one object.
-
-    Attributes:
-        q: Q of each matrix by name: (columns, rank), float32.
-        draws: number of seeds that PyTorch's hook would have drawn so far.
-    """
-
-    def __init__(self) -> None:
-        self.q: dict[str, torch.Tensor] = {}
-        self.draws = 0
-
-    def copy(self) -> "Factors":
-        """Return a deep copy."""
-        other = Factors()
-        other.q = {name: q.clone() for name, q in self.q.items()}
-        other.draws = self.draws
-        return other
-
-
-class PowerSGDState(HookState):
+class PowerSGDState(LowRankState, HookState):
     """State of `power_sgd_hook` and `batched_power_sgd_hook` for one model.
 
     Names and defaults follow torch's PowerSGDState. All ranks use the same arguments, except for
@@ -175,38 +145,6 @@ class PowerSGDState(HookState):
         self.compression_stats_logging_frequency = max(1, compression_stats_logging_frequency)
         self.batch_tensors_with_same_shape = batch_tensors_with_same_shape
         self.factor_bits = low_rank.checked_factor_bits(factor_bits)
-        self.factors = Factors()
-        self.total_numel_before_compression = self.total_numel_after_compression = 0
-        self.next_stats_report = 0
-
-    def connect(self) -> None:
-        """Reset the attributes that belong to this process."""
-        super().connect()
-        self._rng: np.random.RandomState | None = None
-        self.plans: dict[int, Any] = {}
-
-    def saved(self) -> dict[str, Any]:
-        """Return the content of state_dict(), without the name of the group.
-
-        Returns:
-            The saved attributes, by name.
-        """
-        return super().saved() | {"factors": self.factors.copy()}
-
-    def restored(self, saved: dict[str, Any]) -> dict[str, Any]:
-        """Convert a checkpoint into attributes.
-
-        Args:
-            saved: what saved() returned.
-
-        Returns:
-            Attributes by name.
-
-        Raises:
-            InvalidArgument: the carrier does not support the saved config, or this rank's residuals
-                are missing.
-        """
-        return super().restored(saved) | {"factors": saved["factors"].copy(), "_rng": None}
 
     def by_layer(self) -> list[dict[str, Any]]:
         """Return the parts of the state that are stored by layer.
@@ -242,52 +180,3 @@ class PowerSGDState(HookState):
             found: the layers of the model.
         """
         self.report_method(f"PowerSGD of rank {self.matrix_approximation_rank}, the rest", found)
-
-    def keeps_residuals(self) -> bool:
-        """Return whether any layer may have a residual.
-
-        Returns:
-            True if the config, the rules or loaded residuals allow for it.
-        """
-        return self.use_error_feedback or super().keeps_residuals()
-
-    def compression_stats(self) -> tuple[float, int, int]:
-        """Return the compression rate so far.
-
-        Returns:
-            A tuple of the rate (0 before the first step), the number of gradient elements, and the
-            number of sent elements.
-        """
-        before, after = self.total_numel_before_compression, self.total_numel_after_compression
-        return (before / after if after else 0), before, after
-
-    def count(self, before: int, after: int, last: bool) -> None:
-        """Count the elements of a bucket, and log the counts when they are due.
-
-        Args:
-            before: number of gradient elements.
-            after: number of sent elements.
-            last: whether this is the step's last bucket.
-        """
-        self.total_numel_before_compression += before
-        self.total_numel_after_compression += after
-        if last and self.steps >= self.next_stats_report and self.place[0] == 0:
-            rate, *numels = self.compression_stats()
-            _log.info(
-                "PowerSGD after %d steps: compression rate %.1f (%d elements sent as %d)",
-                self.steps, rate, *numels,
-            )  # fmt: skip
-            self.next_stats_report = self.steps + self.compression_stats_logging_frequency
-
-    def pytorch_seed(self) -> int:
-        """Draw the next seed that PyTorch's state would draw.
-
-        Returns:
-            The seed.
-        """
-        if self._rng is None:
-            self._rng = np.random.RandomState(self.random_seed)
-            for _ in range(self.factors.draws):
-                self._rng.randint(1_000_000_000)
-        self.factors.draws += 1
-        return int(self._rng.randint(1_000_000_000))

@@ -1,4 +1,4 @@
-"""The plan of a bucket for PowerSGD: which of its layers are matrices, and how it is sent.
+"""A bucket of gradients, and its plan for PowerSGD: which layers are matrices, how it is sent.
 
 A plan takes longer to make than the arithmetic of a step, so it is made once and reused.
 """
@@ -14,14 +14,46 @@ import torch
 from cgx_ops import Config, Segment
 from cgx_ops._core.tables import EXACT_BITS
 from cgx_ops.methods import low_rank
-from cgx_ops.torch._compat.parallel import GradBucket
-from cgx_ops.torch.averaging.layers import segments_of
+from cgx_ops.torch.averaging.layers import Layer, segments_of
+from cgx_ops.torch.averaging.power_sgd.linear_algebra import Form
+from cgx_ops.torch.averaging.power_sgd.state import LowRankState, bucket_name
 from cgx_ops.torch.averaging.state import rules_of
-from cgx_ops.torch.ddp.bucket import BucketInfo
-from cgx_ops.torch.ddp.power_sgd.linear_algebra import Form
-from cgx_ops.torch.ddp.power_sgd.state import PowerSGDState, bucket_name
 
-# ---- 1. the plan ---------------------------------------------------------------------------------
+# ---- 1. the bucket -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Gradients that are averaged together: those of a DDP bucket, or the shards of a module.
+
+    Attributes:
+        key: identifies the bucket in the state's plans.
+        name: name of its first message.
+        noise: start of the names that determine the layers' noise.
+        buffer: of all gradients, flat.
+        layers: in order.
+        gradients: of the layers, in the buffer.
+        offsets: where each gradient starts in the buffer.
+        config: of the layers that are not factored.
+        step: number of earlier steps.
+        finds_unused: whether no rank may have used some of the layers.
+        is_last: whether it is the step's last bucket.
+    """
+
+    key: int | str
+    name: str
+    noise: str
+    buffer: torch.Tensor
+    layers: list[Layer]
+    gradients: list[torch.Tensor]
+    offsets: list[int]
+    config: Config
+    step: int
+    finds_unused: bool
+    is_last: bool
+
+
+# ---- 2. the plan ---------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -58,40 +90,40 @@ class Plan:
         return last.offset + last.numel + end.offset + end.numel
 
 
-def plan_of(state: PowerSGDState, info: BucketInfo, bucket: GradBucket, batched: bool) -> Plan:
+def plan_of(state: LowRankState, bucket: Bucket, batched: bool) -> Plan:
     """Return the plan of a bucket, which does not depend on the gradients' values.
 
     batched: whether the bucket is one matrix.
     """
     rules = rules_of(state)
     follows_from = (
-        batched, info.layers, info.offsets, [g.stride() for g in info.gradients], info.config,
-        rules, state.matrix_approximation_rank,
-        state.min_compression_rate, state.batch_tensors_with_same_shape, state.factor_bits,
+        batched, bucket.layers, bucket.offsets, [(g.shape, g.stride()) for g in bucket.gradients],
+        bucket.config,
+        rules, state.matrix_approximation_rank, state.min_compression_rate,
+        state.batch_tensors_with_same_shape, state.factor_bits,
     )  # fmt: skip
-    plan = state.plans.get(bucket.index())
+    plan = state.plans.get(bucket.key)
     if plan is None or plan.follows_from != follows_from:
-        plan = state.plans[bucket.index()] = _found(state, info, follows_from)
+        plan = state.plans[bucket.key] = _found(state, bucket, follows_from)
     return plan
 
 
-# ---- 2. make a plan ------------------------------------------------------------------------------
+# ---- 3. make a plan ------------------------------------------------------------------------------
 
 
-def _found(state: PowerSGDState, info: BucketInfo, follows_from: tuple[Any, ...]) -> Plan:
+def _found(state: LowRankState, bucket: Bucket, follows_from: tuple[Any, ...]) -> Plan:
     batched, rules = follows_from[0], rules_of(state)
-    assert info.config is not None
-    sizes = [layer.numel for layer in info.layers]
-    assert info.offsets == _starts(sizes), "a bucket's layers lie end to end"
-    forms = [_one_matrix(state, info)] if batched else _matrices(state, info)
+    sizes = [layer.numel for layer in bucket.layers]
+    assert bucket.offsets == _starts(sizes), "a bucket's layers lie end to end"
+    forms = [_one_matrix(state, bucket)] if batched else _matrices(state, bucket)
     factored = {i for form in forms for i in form.members}
     others = [i for i in range(len(sizes)) if i not in factored]
-    config, how = info.config, low_rank.FACTORS[state.factor_bits]
+    config, how = bucket.config, low_rank.FACTORS[state.factor_bits]
     ps = [math.prod(form.p_shape) for form in forms]
     starts = _starts([*ps, *(sizes[i] for i in others)])
     config_of_factors, qs = config.with_own(**how), [math.prod(form.q_shape) for form in forms]
     segments = [Segment(at, n, config_of_factors) for at, n in zip(starts, ps, strict=False)]
-    segments += segments_of(rules, [info.layers[i] for i in others], starts[len(ps) :], config)
+    segments += segments_of(rules, [bucket.layers[i] for i in others], starts[len(ps) :], config)
     places = [*(None for _ in ps), *range(len(others))]
     of_q = [(Segment(at, n), None) for at, n in zip(_starts(qs), qs, strict=True)]
     return Plan(
@@ -114,20 +146,20 @@ def _rows_and_columns(gradient: torch.Tensor) -> tuple[int, int]:
     return rows, gradient.numel() // rows
 
 
-def _one_matrix(state: PowerSGDState, info: BucketInfo) -> Form:
+def _one_matrix(state: LowRankState, bucket: Bucket) -> Form:
     """Return a bucket as one square matrix."""
-    numel = sum(layer.numel for layer in info.layers)
+    numel = sum(layer.numel for layer in bucket.layers)
     side = math.ceil(math.sqrt(numel))
-    name = bucket_name(info.layers[0].name, info.layers[-1].name, numel)
+    name = bucket_name(bucket.layers[0].name, bucket.layers[-1].name, numel)
     rank = min(side, state.matrix_approximation_rank)
-    return Form((name,), tuple(range(len(info.layers))), (1, side, side), rank)
+    return Form((name,), tuple(range(len(bucket.layers))), (1, side, side), rank)
 
 
-def _matrices(state: PowerSGDState, info: BucketInfo) -> list[Form]:
+def _matrices(state: LowRankState, bucket: Bucket) -> list[Form]:
     """Return the layers to factor; those of one shape are adjacent."""
     by_shape: dict[tuple[int, int, int], list[int]] = {}
     rules = rules_of(state)
-    for i, (layer, gradient) in enumerate(zip(info.layers, info.gradients, strict=True)):
+    for i, (layer, gradient) in enumerate(zip(bucket.layers, bucket.gradients, strict=True)):
         rows, columns = _rows_and_columns(gradient)
         rank = low_rank.rank_of(
             rows, columns, state.matrix_approximation_rank, state.min_compression_rate
@@ -137,7 +169,7 @@ def _matrices(state: PowerSGDState, info: BucketInfo) -> list[Form]:
     forms = []
     for (rows, columns, rank), alike in by_shape.items():
         for batch in [alike] if state.batch_tensors_with_same_shape else [[i] for i in alike]:
-            names = tuple(info.layers[i].name for i in batch)
+            names = tuple(bucket.layers[i].name for i in batch)
             forms.append(Form(names, tuple(batch), (len(batch), rows, columns), rank))
     return forms
 
