@@ -1,6 +1,6 @@
 """Compare PowerSGD on the replicas of HSDP with PowerSGD under DDP: the loss after equal steps.
 
-    PYTHONPATH=benchmarks mpirun -np 4 python benchmarks/hsdp.py gpt [--json FILE]
+    mpirun -np 4 python benchmarks/hsdp.py gpt [--json FILE]
 
 Ranks are 2 replicas of 2 shards. All methods start from the same weights and draw the same batches.
 The rate is the number of gradient bytes over that of sent bytes, in compressed steps: for DDP

@@ -26,20 +26,8 @@ from torch_fsdp import (
 def main() -> None:
     tc.forget_compiled_graphs()
     dist.init_process_group("cgx")
-    checks.run(
-        checks.of_modules(
-            messages,
-            training,
-            rules,
-            refusals,
-            feedback,
-            adaptive,
-            ambient,
-            differences,
-            replicas,
-            replica_states,
-        )
-    )
+    found = checks.of_modules(messages, training, rules, refusals, feedback, adaptive, ambient)
+    checks.run(found | checks.of_modules(differences, replicas, replica_states))
     dist.destroy_process_group()
 
 
