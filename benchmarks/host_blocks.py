@@ -148,13 +148,13 @@ def table_of(found: list[Found], where: str) -> Table:
             time_text(each.seconds),
             f"{flat[each.verb, each.size] / each.seconds:.2f}",
             time_text(each.limit_seconds) if each.limit_seconds else "-",
-            size_text(each.formula) if each.formula else "-",
-            size_text(each.counted) if each.counted else "-",
+            f"{each.formula / 2**20:.3f}" if each.formula else "-",
+            f"{each.counted / 2**20:.3f}" if each.counted else "-",
         ]
         for each in found
     ]
     columns = ["verb", "size", "sent", "time", "speed-up over 4 bits, flat", "limit"]
-    columns += ["bytes on the link", "counted"]
+    columns += ["MiB on the link", "counted"]
     return Table(f"Blocks between hosts, {where}", columns, rows, text_columns=3)
 
 
