@@ -1,11 +1,12 @@
-// The torch.distributed backend "cgx". The core runs allreduce and all_to_all; an inner backend
-// (gloo for CPU tensors, NCCL for CUDA tensors) runs all other collectives.
+// The torch.distributed backend "cgx". The core runs allreduce, all_to_all and compressed sends; an
+// inner backend (gloo for CPU tensors, NCCL for CUDA tensors) runs all other collectives.
 //
 // - Allreduce of one dense tensor or a list, of float32, float16 or bfloat16, with sum, avg, min,
 //   max or product: the core. Whether it is compressed is decided in backend_rule.h. CUDA tensors
 //   need a core with CUDA. As with NCCL, a call with async_op=False runs on the current stream, and
 //   all others on a stream of the group.
 // - all_to_all_single of dense CPU tensors of these dtypes: the core; compressed in compressed().
+// - send and recv of such tensors in compressed(): the core (backend_transfer.cc).
 // - All other calls: the inner backend of the tensors' device. Profilers show them as "cgx:...".
 //   gloo does not average, so its sums are divided (joint_work.h).
 //
@@ -37,6 +38,8 @@ bool debug_wanted();                                   // whether debug logging 
 void debug(const std::string& line);                   // logs one line per decision
 void warn(const std::string& line);                    // logs a warning, at most once per process
 void without_lock(const std::function<void()>& work);  // runs `work` without the GIL
+
+struct Announcement;  // of an exact message (backend_transfer.cc)
 
 class Backend final : public c10d::Backend {
  public:
@@ -140,13 +143,26 @@ class Backend final : public c10d::Backend {
   WorkRef reduce_in_core(at::TensorList tensors, cgx_op_t op, const c10d::AllreduceOptions& options,
                          c10d::OpType type);
   Decision decide_and_log(cgx_op_t op, at::TensorList tensors, int64_t numel);
-  // Returns a call of the core without buffers and segments.
+  // Returns a call of the core without buffers and segments. `message` names a message between two
+  // ranks, which draws its own seeds; "" for a collective.
   CallBuilder core_call(cgx_verb_t verb, at::ScalarType dtype, const Decision& decision,
-                        Milliseconds timeout);
+                        Milliseconds timeout, const std::string& message = "");
   WorkRef exchange_in_core(const at::Tensor& output, const at::Tensor& input,
                            const std::vector<int64_t>& output_sizes,
                            const std::vector<int64_t>& input_sizes,
                            const c10d::AllToAllOptions& options);
+  struct Message {
+    int from, to, tag;
+  };
+  // Sends or receives a message in the core or, if it is exact, by `start`.
+  WorkRef transfer(const Tensors& tensors, const Message& message,
+                   const std::function<WorkRef()>& start);
+  WorkRef receive_from_any(const Tensors& tensors, int tag, const std::function<WorkRef()>& start);
+  // Returns the core's call of a message, without buffers.
+  CallBuilder transfer_call(const Message& message, at::ScalarType dtype, const Decision& decision);
+  WorkRef transfer_in_core(const at::Tensor& tensor, const Message& message,
+                           const Decision& decision);
+  void announce(const Message& message, const std::shared_ptr<Announcement>& announcement);
   // Calls a method of the inner backend of the device of `shown`, and records it for profilers.
   template <typename Method, typename... Arguments>
   WorkRef forward(const char* title, at::TensorList shown, Method method, Arguments&&... arguments);
@@ -176,7 +192,8 @@ class Backend final : public c10d::Backend {
   c10::intrusive_ptr<c10d::Store> related_store_;  // of the group that split or merge made last
   c10::weak_intrusive_ptr<c10d::Backend> related_{c10::intrusive_ptr<c10d::Backend>()};
   std::atomic<uint64_t> sequence_{0};
-  std::atomic<int64_t> draws_{0};  // seeds used so far by calls with random rounding
+  std::mutex draws_mutex_;
+  std::map<std::string, int64_t> draws_;  // seeds that calls with random rounding used, by message
   std::atomic<bool> closed_{false};
   std::mutex coalescing_mutex_;
   std::optional<std::vector<WorkRef>> coalescing_;  // set between startCoalescing and endCoalescing

@@ -35,7 +35,7 @@ Backend::WorkRef Backend::exchange_in_core(const at::Tensor& output, const at::T
                                            const c10d::AllToAllOptions& options) {
   const at::AutoDispatchBelowADInplaceOrView no_autograd;
   const Decision decision =
-      decide_exchange(options_->compression, static_cast<int64_t>(input.element_size()));
+      decide_exchange(options_->compression, kLargest, static_cast<int64_t>(input.element_size()));
   if (debug_wanted()) {
     log_decision(
         c10::str("group '", name_, "': all_to_all of ", input.numel(), " ", input.dtype().name()),

@@ -79,16 +79,20 @@ Backend::WorkRef Backend::reduce_in_core(at::TensorList tensors, cgx_op_t op,
 }
 
 CallBuilder Backend::core_call(cgx_verb_t verb, at::ScalarType dtype, const Decision& decision,
-                               Milliseconds timeout) {
+                               Milliseconds timeout, const std::string& message) {
   static const Compression exact("bits=32", /*seed=*/0);
   const Compression& how = decision.compression ? *decision.compression : exact;
-  CallBuilder call("c10d");  // counted separately from calls of torch.ops.cgx on this communicator
+  // Matched separately from calls of torch.ops.cgx on this communicator.
+  CallBuilder call("c10d" + message);
   call.fields.comm = comm_;
   call.fields.verb = verb;
   call.fields.dtype = *core_dtype(dtype);
   call.fields.config = how.config;
   if (how.seed_use != CGX_SEED_UNUSED) {
-    call.fields.seed = nth_seed(named_seed(how.seed, name_), ++draws_);
+    const int64_t seed = named_seed(how.seed, name_);
+    const std::lock_guard<std::mutex> lock(draws_mutex_);
+    call.fields.seed =
+        nth_seed(message.empty() ? seed : named_seed(seed, message), ++draws_[message]);
   }
   const Milliseconds allowed = timeout > kNoTimeout ? timeout : options_->timeout;
   call.fields.timeout_s = std::chrono::duration<double>(allowed).count();

@@ -1,6 +1,6 @@
 // The calls of torch.distributed: those that the core supports go there (backend_allreduce.cc,
-// backend_all_to_all.cc), and all others to the inner backend of the tensors' device. Both are
-// recorded for profilers.
+// backend_all_to_all.cc, backend_transfer.cc), and all others to the inner backend of the tensors'
+// device. Both are recorded for profilers.
 #include <ATen/record_function.h>
 
 #include <memory>
@@ -102,7 +102,8 @@ Backend::WorkRef Backend::naming_losses(const char* title, at::Device device, St
   if (!device.is_cpu()) return start();
   const LossFinder finder(comm_, title);
   try {
-    return with_named_losses(start(), finder);
+    return with_named_failures(
+        start(), [finder](std::exception_ptr failure) { return finder.named(std::move(failure)); });
   } catch (...) {  // sends may fail here
     std::rethrow_exception(finder.named(std::current_exception()));
   }
@@ -225,12 +226,9 @@ Backend::WorkRef Backend::alltoall_base(at::Tensor& output, at::Tensor& input,
                                         std::vector<int64_t>& output_sizes,
                                         std::vector<int64_t>& input_sizes,
                                         const c10d::AllToAllOptions& options) {
-  const auto is_served = [](const at::Tensor& tensor) {
-    return tensor.layout() == at::kStrided && tensor.is_cpu() && core_dtype(tensor.scalar_type());
-  };
   constexpr int kMostRanks = 512;  // of the core's all_to_all
-  if (is_served(output) && is_served(input) && output.scalar_type() == input.scalar_type() &&
-      size_ <= kMostRanks)
+  if (served_on_cpu(output) && served_on_cpu(input) &&
+      output.scalar_type() == input.scalar_type() && size_ <= kMostRanks)
     return exchange_in_core(output, input, output_sizes, input_sizes, options);
   require_dense("all_to_all", {output, input});
   return forward("cgx:all_to_all", input, &c10d::Backend::alltoall_base, output, input,
@@ -245,15 +243,21 @@ Backend::WorkRef Backend::alltoall(Tensors& outputs, Tensors& inputs,
 }
 
 Backend::WorkRef Backend::send(Tensors& tensors, int to, int tag) {
-  return forward("cgx:send", tensors, &c10d::Backend::send, tensors, to, tag);
+  return transfer(tensors, {rank_, to, tag}, [&] {
+    return start_inner("cgx:send", tensors, &c10d::Backend::send, tensors, to, tag);
+  });
 }
 
 Backend::WorkRef Backend::recv(Tensors& tensors, int from, int tag) {
-  return forward("cgx:recv", tensors, &c10d::Backend::recv, tensors, from, tag);
+  return transfer(tensors, {from, rank_, tag}, [&] {
+    return start_inner("cgx:recv", tensors, &c10d::Backend::recv, tensors, from, tag);
+  });
 }
 
 Backend::WorkRef Backend::recvAnysource(Tensors& tensors, int tag) {
-  return forward("cgx:recvAnySource", tensors, &c10d::Backend::recvAnysource, tensors, tag);
+  return receive_from_any(tensors, tag, [&] {
+    return start_inner("cgx:recvAnySource", tensors, &c10d::Backend::recvAnysource, tensors, tag);
+  });
 }
 
 Backend::WorkRef Backend::barrier(const c10d::BarrierOptions& options) {

@@ -5,7 +5,6 @@
 #include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
-#include <limits>
 #include <string_view>
 #include <utility>
 
@@ -87,12 +86,13 @@ Decision decide(const std::shared_ptr<const Compression>& group, Automatic autom
   return {nullptr, "outside gradient synchronisation", numel >= kWarnFromNumel};
 }
 
-Decision decide_exchange(const std::shared_ptr<const Compression>& group, int64_t element_bytes) {
+Decision decide_exchange(const std::shared_ptr<const Compression>& group, int64_t numel,
+                         int64_t element_bytes) {
   const Scope& scope = thread_context().scope;
   if (scope.kind == Scope::Kind::kUncompressed) return {nullptr, "inside uncompressed()"};
   if (scope.kind != Scope::Kind::kCompressed) return {nullptr, "outside compressed()"};
-  const auto compression = for_message(scope.compression ? scope.compression : group,
-                                       std::numeric_limits<int64_t>::max(), element_bytes);
+  const auto compression =
+      for_message(scope.compression ? scope.compression : group, numel, element_bytes);
   if (compression->config.bits == kExactBits) return {nullptr, "bits are 32"};
   return {compression, "inside compressed()"};
 }

@@ -83,9 +83,12 @@ struct Decision {
 // `group` is the group's own compression.
 Decision decide(const std::shared_ptr<const Compression>& group, Automatic automatic, cgx_op_t op,
                 int64_t numel, int64_t element_bytes);
-// Decides on an all_to_all, which is compressed inside compressed() only. Its sizes differ between
-// ranks, so auto_bits means those of the largest messages of these elements.
-Decision decide_exchange(const std::shared_ptr<const Compression>& group, int64_t element_bytes);
+// Decides on an exchange of `numel` values between ranks, which is compressed inside compressed()
+// only. The sizes of an all_to_all differ between ranks, so its auto_bits are those of the largest
+// messages.
+inline constexpr int64_t kLargest = INT64_MAX;
+Decision decide_exchange(const std::shared_ptr<const Compression>& group, int64_t numel,
+                         int64_t element_bytes);
 
 // Logs a decision on a call. Wanted if debug_wanted().
 void log_decision(const std::string& call, const Decision& decision);

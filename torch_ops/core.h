@@ -1,6 +1,7 @@
 // Conversions from torch's types to the core's, and helpers that all files of this binding use.
 #pragma once
 
+#include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/core/ScalarType.h>
 
@@ -26,6 +27,11 @@ inline std::optional<cgx_dtype_t> core_dtype(at::ScalarType dtype) {
     default:
       return std::nullopt;
   }
+}
+
+// Whether the core supports the tensor on the CPU.
+inline bool served_on_cpu(const at::Tensor& tensor) {
+  return tensor.layout() == at::kStrided && tensor.is_cpu() && core_dtype(tensor.scalar_type());
 }
 
 // Returns a seed that depends on a name: the seed plus FNV-1a of the name.

@@ -3,6 +3,7 @@
 #include <ATen/core/ivalue.h>
 #include <c10/util/Exception.h>
 
+#include <mutex>
 #include <utility>
 
 #include "cgx/cgx.h"
@@ -16,32 +17,42 @@ constexpr double kSearchSeconds = 2.0;
 
 class NamedWork final : public c10d::Work {
  public:
-  NamedWork(c10::intrusive_ptr<c10d::Work> work, LossFinder finder)
+  NamedWork(c10::intrusive_ptr<c10d::Work> work, Rename rename,
+            std::function<void(const c10d::Work&)> ended)
       : c10d::Work(/*rank=*/-1, work->retrieveOpType()),
         work_(std::move(work)),
-        finder_(std::move(finder)) {}
+        rename_(std::move(rename)),
+        ended_(std::move(ended)) {}
 
   bool isCompleted() override { return work_->isCompleted(); }
   bool isSuccess() const override { return work_->isSuccess(); }
   std::exception_ptr exception() const override {
     const std::exception_ptr failure = work_->exception();
-    return failure ? finder_.named(failure) : nullptr;
+    return failure ? rename_(failure) : nullptr;
   }
   int sourceRank() const override { return work_->sourceRank(); }
   std::vector<at::Tensor> result() override { return work_->result(); }
   void synchronize() override { work_->synchronize(); }
   bool wait(std::chrono::milliseconds timeout) override {
+    bool success = false;
+    std::exception_ptr failure;
     try {
-      return work_->wait(timeout);
+      success = work_->wait(timeout);
     } catch (...) {
-      std::rethrow_exception(finder_.named(std::current_exception()));
+      failure = std::current_exception();
     }
+    if (!success) {
+      if (const std::exception_ptr renamed = rename_(failure)) std::rethrow_exception(renamed);
+    } else if (ended_) {
+      std::call_once(once_, [this] { ended_(*work_); });
+    }
+    return success;
   }
   void abort() override { work_->abort(); }
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
     const auto future = work_->getFuture();
-    const auto name = [finder = finder_](c10::ivalue::Future& ended) {
-      if (ended.hasError()) std::rethrow_exception(finder.named(ended.exception_ptr()));
+    const auto name = [rename = rename_](c10::ivalue::Future& ended) {
+      if (ended.hasError()) std::rethrow_exception(rename(ended.exception_ptr()));
       return ended.value();
     };
     return future->then(name, future->elementType());
@@ -51,12 +62,15 @@ class NamedWork final : public c10d::Work {
 
  private:
   const c10::intrusive_ptr<c10d::Work> work_;
-  const LossFinder finder_;
+  const Rename rename_;
+  const std::function<void(const c10d::Work&)> ended_;
+  std::once_flag once_;
 };
 
 }  // namespace
 
 std::exception_ptr LossFinder::named(std::exception_ptr failure) const {
+  if (!failure) return nullptr;
   try {
     std::rethrow_exception(failure);
   } catch (const c10::Error&) {
@@ -71,9 +85,10 @@ std::exception_ptr LossFinder::named(std::exception_ptr failure) const {
   }
 }
 
-c10::intrusive_ptr<c10d::Work> with_named_losses(c10::intrusive_ptr<c10d::Work> work,
-                                                 LossFinder finder) {
-  return c10::make_intrusive<NamedWork>(std::move(work), std::move(finder));
+c10::intrusive_ptr<c10d::Work> with_named_failures(c10::intrusive_ptr<c10d::Work> work,
+                                                   Rename rename,
+                                                   std::function<void(const c10d::Work&)> ended) {
+  return c10::make_intrusive<NamedWork>(std::move(work), std::move(rename), std::move(ended));
 }
 
 }  // namespace cgx::torch_ops

@@ -1,12 +1,16 @@
-// Works of an inner backend whose errors name the lost rank.
+// Works of other backends or of the core with more helpful errors.
 #pragma once
 
 #include <cstdint>
 #include <exception>
+#include <functional>
 #include <string>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
 namespace cgx::torch_ops {
+
+// Returns the failure to raise instead of the given one. Null: wait() was aborted.
+using Rename = std::function<std::exception_ptr(std::exception_ptr)>;
 
 // Finds the lost rank after a gloo failure. gloo only reports an address ("Connection reset by
 // peer"), so the finder asks the core's communicator of the same group.
@@ -25,8 +29,10 @@ class LossFinder {
   std::string call_;
 };
 
-// Returns the same work, with its failures passed through the finder.
-c10::intrusive_ptr<c10d::Work> with_named_losses(c10::intrusive_ptr<c10d::Work> work,
-                                                 LossFinder finder);
+// Returns the same work, with its failures passed through `rename`. `ended`, if given, is called
+// once, after a wait() has succeeded.
+c10::intrusive_ptr<c10d::Work> with_named_failures(
+    c10::intrusive_ptr<c10d::Work> work, Rename rename,
+    std::function<void(const c10d::Work&)> ended = nullptr);
 
 }  // namespace cgx::torch_ops

@@ -214,7 +214,11 @@ const char* profile_title(const cgx_collective_t& collective) {
       compressors.insert(cgx_compressor_name(config.compressor));
     numel += segment.numel;
   }
-  if (const int64_t* blocks = collective.input_splits) {
+  const char* name = torch_verb(collective.verb).name;
+  if (const int32_t* peer = collective.peer) {
+    name = collective.output ? "recv" : "send";
+    numel = collective.input_splits[*peer] + collective.output_splits[*peer];
+  } else if (const int64_t* blocks = collective.input_splits) {
     auto info = make<cgx_comm_info_t>();
     check(cgx_comm_info(collective.comm, &info));
     numel = std::accumulate(blocks, blocks + info.size, int64_t{0});
@@ -226,8 +230,8 @@ const char* profile_title(const cgx_collective_t& collective) {
   auto plan = make<cgx_plan_t>();
   check(cgx_plan(&collective, &plan));
   const std::string title =
-      c10::str("cgx:", torch_verb(collective.verb).name, " ", how, ", ",
-               numel * kItemSizes[collective.dtype], " -> ", plan.payload_bytes, " bytes");
+      c10::str("cgx:", name, " ", how, ", ", numel * kItemSizes[collective.dtype], " -> ",
+               plan.payload_bytes, " bytes");
   static std::mutex mutex;
   static auto* titles = new std::set<std::string>;
   const std::lock_guard<std::mutex> lock(mutex);

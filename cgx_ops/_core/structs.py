@@ -139,6 +139,7 @@ class Collective(_Sized):
         ("noise_rank", POINTER(c_int32)),
         ("input_splits", POINTER(c_int64)),
         ("output_splits", POINTER(c_int64)),
+        ("peer", POINTER(c_int32)),
     )
 
 

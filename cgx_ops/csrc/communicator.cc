@@ -170,7 +170,7 @@ std::shared_ptr<Collective> Communicator::named(const cgx_collective_t& call) co
           kLongestName);
   collective->occurrence = call.occurrence;
   collective->timeout = timeout_of(call);
-  for (int member = 0; member < size; ++member) collective->members.push_back(member);
+  collective->members = members_of(call, rank, size);
   return collective;
 }
 
@@ -189,6 +189,7 @@ std::shared_ptr<Collective> Communicator::planned(const cgx_collective_t& call) 
   auto collective = named(call);
   collective->bytes_in = made.bytes_in();
   collective->bytes_plain = made.bytes_plain();
+  collective->counts = !call.peer || call.input_splits[*call.peer] + call.output_splits[*call.peer];
   if (engine_) {
     collective->agreement = make_agreement(call, made);
     collective->algorithm = make_algorithm(std::move(made));

@@ -177,6 +177,18 @@ void check_splits(const cgx_collective_t& call, const Verb& verb, int size) {
           call.output_splits[0], "; with one rank both must be equal");
 }
 
+// A peer needs splits, which are 0 for all other ranks.
+void check_peer(const cgx_collective_t& call, int size) {
+  if (!call.peer) return;
+  require(call.input_splits, CGX_INVALID_ARGUMENT, "peer is ", *call.peer,
+          ", but input_splits and output_splits are missing: pass them, with verb all_to_all");
+  for (int rank = 0; rank < size; ++rank)
+    require(rank == *call.peer || (call.input_splits[rank] == 0 && call.output_splits[rank] == 0),
+            CGX_INVALID_ARGUMENT, "peer is ", *call.peer, ", but input_splits[", rank, "] is ",
+            call.input_splits[rank], " and output_splits[", rank, "] is ", call.output_splits[rank],
+            ": both must be 0");
+}
+
 // Sets the codecs of a segment of `numel` elements.
 void set_codecs(const cgx_config_t& config, Dtype dtype, int64_t numel, Segment* segment) {
   // A bucket larger than the segment is reduced to one with the same bytes, whose size cannot
@@ -237,6 +249,18 @@ bool of_other_launches(const Agreement& left, const Agreement& right) {
 
 }  // namespace
 
+std::vector<int> members_of(const cgx_collective_t& call, int rank, int size) {
+  if (call.peer) {
+    const int peer = *call.peer;
+    require(peer >= 0 && peer < size && peer != rank, CGX_INVALID_ARGUMENT, "peer is ", peer,
+            "; accepted: a rank from 0 to ", size - 1, " other than this one, ", rank);
+    return {std::min(rank, peer), std::max(rank, peer)};
+  }
+  std::vector<int> all(size);
+  std::iota(all.begin(), all.end(), 0);
+  return all;
+}
+
 Plan make_plan(const cgx_collective_t& call, int rank, int size, BuffersUsed used) {
   Plan plan;
   plan.verb = &kVerbs[in_range("verb", call.verb, 0, std::ssize(kVerbs) - 1, "a cgx_verb_t")];
@@ -246,9 +270,11 @@ Plan make_plan(const cgx_collective_t& call, int rank, int size, BuffersUsed use
   check_segments(call, kMostElements / size);
   check_lists(call, plan, used);
   check_splits(call, *plan.verb, size);
+  check_peer(call, size);
 
   plan.rank = rank;
   plan.size = size;
+  plan.members = members_of(call, rank, size);
   plan.noise_rank = call.noise_rank ? *call.noise_rank : rank;
   require(plan.noise_rank >= 0, CGX_INVALID_ARGUMENT, "noise_rank is ", plan.noise_rank,
           "; accepted: 0 or more");

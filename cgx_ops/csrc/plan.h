@@ -59,6 +59,7 @@ struct Plan {
   int rank = 0;
   int size = 1;
   int noise_rank = 0;                        // for the noise: the call's, or `rank`
+  std::vector<int> members;                  // the ranks that take part, in ascending order
   std::shared_ptr<const Topology> topology;  // null: unknown
   int64_t divisor = 1;                       // of avg
   std::vector<Segment> segments;             // of each block
@@ -118,6 +119,9 @@ struct BuffersUsed {
   bool output = true;
 };
 
+// Returns the ranks that take part in a call, in ascending order. Throws
+// Error(CGX_INVALID_ARGUMENT) if its peer is not another rank.
+std::vector<int> members_of(const cgx_collective_t& call, int rank, int size);
 // Throws Error(CGX_INVALID_ARGUMENT or CGX_UNSUPPORTED).
 Plan make_plan(const cgx_collective_t& call, int rank, int size, BuffersUsed used = {});
 Agreement make_agreement(const cgx_collective_t& call, const Plan& plan);

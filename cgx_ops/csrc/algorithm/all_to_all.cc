@@ -1,11 +1,14 @@
 // All-to-all: every rank encodes a block for each other rank and sends it. The receiver decodes it.
 // The block for this rank itself is copied.
 //
+// A call with a peer has two members, and exchanges blocks between them only.
+//
 // Blocks may have any sizes. Headers contain the sizes of the blocks that a rank sends and expects,
 // so every rank compares those of all ranks before values are sent.
 //
 // Steps: 1. Received messages are decoded before more are sent, and none depends on another, so a
 // rank that blocks does so only until its peers have read its messages.
+#include <algorithm>
 #include <cstring>
 #include <deque>
 
@@ -22,7 +25,7 @@ namespace {
 // Two sizes per rank fit the payload of a header.
 constexpr int kMostRanks = kEagerBytes / (2 * sizeof(int64_t));
 
-// Elements of the blocks for, and from, each rank.
+// Elements of the blocks for, and from, each member.
 struct Sizes {
   std::vector<int64_t> sent, expected;
 };
@@ -33,20 +36,22 @@ class AllToAll : public Algorithm {
       : plan_(std::move(plan)),
         layout_(plan_),
         most_unreleased_(plan_.most_unreleased(layout_.longest_message())),
-        sizes_(plan_.size),
+        sizes_(plan_.members.size()),
         arrived_(plan_.size, 0) {
-    require(plan_.size <= kMostRanks, CGX_UNSUPPORTED, "all_to_all over ", plan_.size,
+    require(sizes_.size() <= kMostRanks, CGX_UNSUPPORTED, "all_to_all over ", sizes_.size(),
             " ranks is not supported; accepted: at most ", kMostRanks);
-    Sizes& own = sizes_[plan_.rank];
-    for (const auto& block : plan_.sends) own.sent.push_back(numel_of(block));
-    for (const auto& block : plan_.receives) own.expected.push_back(numel_of(block));
+    Sizes& own = sizes_of(plan_.rank);
+    for (const int member : plan_.members) {
+      own.sent.push_back(numel_of(plan_.sends[member]));
+      own.expected.push_back(numel_of(plan_.receives[member]));
+    }
     for (int peer = 0; peer < plan_.size; ++peer)
       undecoded_ += layout_.received(peer).chunks.size();
     order_messages();
   }
 
   Bytes eager() override {
-    const auto& [sent, expected] = sizes_[plan_.rank];
+    const auto& [sent, expected] = sizes_of(plan_.rank);
     Bytes payload = to_bytes(std::as_bytes(std::span(sent)));
     const auto rest = std::as_bytes(std::span(expected));
     payload.insert(payload.end(), rest.begin(), rest.end());
@@ -54,12 +59,13 @@ class AllToAll : public Algorithm {
   }
 
   std::string disagreement() const override {
-    for (int from = 0; from < plan_.size; ++from) {
-      for (int to = 0; to < plan_.size; ++to) {
+    for (size_t from = 0; from < sizes_.size(); ++from) {
+      for (size_t to = 0; to < sizes_.size(); ++to) {
         const int64_t sent = sizes_[from].sent[to], expected = sizes_[to].expected[from];
         if (sent != expected)
-          return join("rank ", from, " sends ", sent, " elements to rank ", to, ", which expects ",
-                      expected, "; the input splits of the sender must match the output splits of ",
+          return join("rank ", plan_.members[from], " sends ", sent, " elements to rank ",
+                      plan_.members[to], ", which expects ", expected,
+                      "; the input splits of the sender must match the output splits of ",
                       "the receiver");
       }
     }
@@ -97,13 +103,18 @@ class AllToAll : public Algorithm {
     incoming_.push_back({std::move(arrival), &chunk});
   }
   bool awaits_eager(int, size_t bytes) const override {
-    return bytes == 2 * plan_.size * sizeof(int64_t);
+    return bytes == 2 * sizes_.size() * sizeof(int64_t);
   }
   void take_eager(int source, Bytes payload) override {
-    std::vector<int64_t> numbers(2 * plan_.size);
+    std::vector<int64_t> numbers(payload.size() / sizeof(int64_t));
     std::memcpy(numbers.data(), payload.data(), payload.size());
-    const auto middle = numbers.begin() + plan_.size;
-    sizes_[source] = {{numbers.begin(), middle}, {middle, numbers.end()}};
+    const auto middle = numbers.begin() + static_cast<ptrdiff_t>(sizes_.size());
+    sizes_of(source) = {{numbers.begin(), middle}, {middle, numbers.end()}};
+  }
+
+  Sizes& sizes_of(int rank) {
+    const auto& members = plan_.members;
+    return sizes_[std::lower_bound(members.begin(), members.end(), rank) - members.begin()];
   }
 
   // Chunk by chunk, so that no receiver waits for all of another's. Each rank begins with the next
@@ -165,7 +176,7 @@ class AllToAll : public Algorithm {
   const Plan plan_;
   const Layout layout_;
   const int most_unreleased_;
-  std::vector<Sizes> sizes_;        // per rank
+  std::vector<Sizes> sizes_;        // per member
   std::vector<Outgoing> outgoing_;  // all messages of this rank, in their order
   size_t next_ = 0;                 // of them
   std::vector<size_t> arrived_;     // messages, per source

@@ -30,6 +30,7 @@ class CallBuilder {
   std::vector<void*> outputs;            // per segment; empty: use fields.output
   std::vector<void*> residuals;          // per segment; empty: none
   std::optional<int32_t> noise_rank;     // unset: the communicator's
+  std::optional<int32_t> peer;           // unset: all ranks take part
   std::shared_ptr<const void> own_held;  // owns the configs passed to add(), if needed
 
   // Appends a segment of `numel` elements and returns its offset. `own` is its config, which must
@@ -57,6 +58,7 @@ class CallBuilder {
     fields.outputs = list(outputs);
     fields.residuals = list(residuals);
     fields.noise_rank = noise_rank ? &*noise_rank : nullptr;
+    fields.peer = peer ? &*peer : nullptr;
     return fields;
   }
 

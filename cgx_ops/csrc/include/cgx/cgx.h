@@ -297,9 +297,9 @@ typedef struct cgx_segment_t {
 
 /** Arguments of a collective.
  *
- * Ranks must pass equal values, except for addresses, offsets, splits, comm, timeout_s, noise_rank,
- * and a seed of type CGX_SEED_OF_NOISE. If they differ, all ranks get CGX_MISMATCH. Zero-initialize
- * the struct, then set struct_size and occurrence = -1. */
+ * Ranks must pass equal values, except for addresses, offsets, splits, peer, comm, timeout_s,
+ * noise_rank, and a seed of type CGX_SEED_OF_NOISE. If they differ, all ranks get CGX_MISMATCH.
+ * Zero-initialize the struct, then set struct_size and occurrence = -1. */
 typedef struct cgx_collective_t {
   size_t struct_size;
   int32_t comm;        /**< The communicator. */
@@ -357,6 +357,12 @@ typedef struct cgx_collective_t {
    * elements: it fills every block. Its buckets begin again in each block. */
   const int64_t* input_splits;
   const int64_t* output_splits; /**< The same for the blocks from each rank, in `output`. */
+  /** all_to_all with splits, on the CPU: the only other rank that takes part, so that this is a
+   * send, a receive or both. All other splits must be 0. NULL: all ranks take part.
+   *
+   * The peer passes this rank, and the call's name must belong to this pair. A call that moves no
+   * elements only compares the arguments, and cgx_comm_info does not count it. */
+  const int32_t* peer;
 } cgx_collective_t;
 
 /** A started collective. */
