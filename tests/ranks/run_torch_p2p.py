@@ -202,7 +202,7 @@ def exact(group: Any) -> None:
     left = (rank - 1) % size
     comm = Communicator.find(group.group_name)
     counted = comm.stats().collectives
-    for dtype in (torch.int64, torch.uint8, torch.float64, torch.complex64, torch.bool):
+    for dtype in (torch.int64, torch.uint8, torch.float64, torch.complex128, torch.bool):
         for scope in (compressed(NEAREST), nullcontext()):
             y = torch.zeros(99, dtype=dtype)
             with scope:
@@ -228,17 +228,17 @@ def exact(group: Any) -> None:
 def any_source(group: Any) -> None:
     """Receive exact messages from any rank, then compressed messages with the same tag."""
     rank, size = group.rank(), group.size()
-    for scope in (nullcontext(), uncompressed()):
+    for tag, scope in enumerate((nullcontext(), uncompressed())):
         with scope:
             if rank == 0:
                 y, heard = torch.empty(100), set()
                 for _ in range(size - 1):
-                    source = dist.get_group_rank(group, dist.recv(y, group=group))
+                    source = dist.get_group_rank(group, dist.recv(y, group=group, tag=tag))
                     assert tc.same_bits(y, tc.values(source, 100))
                     heard.add(source)
                 assert heard == set(range(1, size))
             else:
-                dist.send(tc.values(rank, 100), group=group, group_dst=0)
+                dist.send(tc.values(rank, 100), group=group, group_dst=0, tag=tag)
     with compressed(NEAREST):
         y = torch.empty(100)
         if rank == 0:
@@ -381,7 +381,7 @@ def pipelines(group: Any) -> None:
             module.register_forward_hook(lambda *call, to=left: to.append(call[2].detach().clone()))
             stage = pipelining.PipelineStage(module, rank, size, torch.device("cpu"), group=group)
             schedule: Any = schedule_type(stage, micro, loss_fn=torch.nn.functional.mse_loss)
-            optimizer = torch.optim.SGD(module.parameters(), 0.5)
+            optimizer = torch.optim.SGD(module.parameters(), 2.0)
             xs, targets = tc.values(50, 16 * width).reshape(16, -1), torch.zeros(16, width)
             curve = []
             for _ in range(10):
@@ -407,9 +407,11 @@ def pipelines(group: Any) -> None:
             losses[bits] = curve
         if rank == size - 1:
             assert losses[32][-1] < losses[32][0] / 2
-            # Each of the messages errs by at most half a level of 1 / 255 of a bucket's range.
             assert losses[8] != losses[32]
-            assert losses[8][-1] == pytest.approx(losses[32][-1], rel=0.1)
+            # The bits of messages are compared above. This only bounds their effect on training:
+            # the curves differ by less than 1 % of the first loss.
+            for few, exact in zip(losses[8], losses[32], strict=True):
+                assert abs(few - exact) < 0.01 * losses[32][0]
 
 
 # ---- loss of a rank ------------------------------------------------------------------------------
