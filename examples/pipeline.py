@@ -10,6 +10,7 @@ travel in `bits` bits. Rank 0 prints a line of JSON per epoch and per result.
 import argparse
 import json
 import time
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ def layers(width: int, size: int) -> list[nn.Module]:
     """Return the layers of all ranks, with the same weights on all ranks and in every run."""
     torch.manual_seed(0)
     widths = [64, *[width] * (size - 1), 10]
-    made = [nn.Linear(*pair) for pair in zip(widths, widths[1:], strict=False)]
+    made = [nn.Linear(*pair) for pair in pairwise(widths)]
     return [*(nn.Sequential(layer, nn.ReLU()) for layer in made[:-1]), made[-1]]
 
 

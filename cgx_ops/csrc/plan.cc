@@ -147,8 +147,10 @@ void check_lists(const cgx_collective_t& call, const Plan& plan, BuffersUsed use
           "residuals are given for op ", op_name(call.op), ": only sum and avg support them");
 }
 
-// Sizes of blocks must be complete and supported by the verb.
+// Sizes of blocks must be complete and supported by the verb. A peer needs them.
 void check_splits(const cgx_collective_t& call, const Verb& verb, int size) {
+  require(!call.peer || (call.input_splits && call.output_splits), CGX_INVALID_ARGUMENT,
+          "a peer is given without input_splits and output_splits: pass both");
   if (!call.input_splits && !call.output_splits) return;
   require(verb.exchanges(), CGX_INVALID_ARGUMENT, "input_splits or output_splits are given for ",
           verb.name, ", whose blocks have equal sizes: leave them out");
@@ -169,24 +171,15 @@ void check_splits(const cgx_collective_t& call, const Verb& verb, int size) {
     for (int rank = 0; rank < size; ++rank) {
       require(splits[rank] >= 0 && splits[rank] <= kMostElements - total, CGX_INVALID_ARGUMENT,
               name, "[", rank, "] is ", splits[rank], "; accepted: 0 or more, in all at most 2^59");
+      require(!call.peer || rank == *call.peer || splits[rank] == 0, CGX_INVALID_ARGUMENT, name,
+              "[", rank, "] is ", splits[rank], ", but the peer is rank ", *call.peer,
+              ": it must be 0");
       total += splits[rank];
     }
   }
   require(size > 1 || call.input_splits[0] == call.output_splits[0], CGX_INVALID_ARGUMENT,
           "input_splits[0] is ", call.input_splits[0], " and output_splits[0] is ",
           call.output_splits[0], "; with one rank both must be equal");
-}
-
-// A peer needs splits, which are 0 for all other ranks.
-void check_peer(const cgx_collective_t& call, int size) {
-  if (!call.peer) return;
-  require(call.input_splits, CGX_INVALID_ARGUMENT, "peer is ", *call.peer,
-          ", but input_splits and output_splits are missing: pass them, with verb all_to_all");
-  for (int rank = 0; rank < size; ++rank)
-    require(rank == *call.peer || (call.input_splits[rank] == 0 && call.output_splits[rank] == 0),
-            CGX_INVALID_ARGUMENT, "peer is ", *call.peer, ", but input_splits[", rank, "] is ",
-            call.input_splits[rank], " and output_splits[", rank, "] is ", call.output_splits[rank],
-            ": both must be 0");
 }
 
 // Sets the codecs of a segment of `numel` elements.
@@ -270,7 +263,6 @@ Plan make_plan(const cgx_collective_t& call, int rank, int size, BuffersUsed use
   check_segments(call, kMostElements / size);
   check_lists(call, plan, used);
   check_splits(call, *plan.verb, size);
-  check_peer(call, size);
 
   plan.rank = rank;
   plan.size = size;

@@ -7,7 +7,7 @@ import re
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from ctypes import byref, c_int64, c_void_p
+from ctypes import byref, c_int32, c_int64, c_void_p
 from typing import Any
 
 import numpy as np
@@ -310,6 +310,15 @@ BAD_CALLS: dict[str, tuple[dict[str, Any], str]] = {
     "no output": ({"output": None}, "output is a null pointer; it holds 12"),
     "residuals": ({"residuals": (c_void_p * 1)(0)}, "residuals are given for all_to_all"),
     "lists": ({"inputs": (c_void_p * 1)(0)}, "inputs are given for all_to_all"),
+    "other splits": (
+        {"peer": (c_int32 * 1)(1)},
+        r"input_splits\[0\] is 12, but the peer is rank 1",
+    ),
+    "peer": ({"peer": (c_int32 * 1)(0)}, "peer is 0; accepted: a rank from 0 to 0 other than this"),
+    "peer without splits": (
+        {"peer": (c_int32 * 1)(0), "input_splits": None, "output_splits": None},
+        "a peer is given without input_splits and output_splits",
+    ),
 }
 
 

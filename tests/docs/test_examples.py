@@ -253,6 +253,24 @@ def test_tensor_parallel_trains_in_few_bits() -> None:
         assert result["bytes_per_step"] < exact["bytes_per_step"] / 3
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "schedule"), [(2, "1f1b"), (4, "gpipe")])
+def test_pipeline_trains_in_few_bits(ranks: int, schedule: str) -> None:
+    options = ("--epochs", "12", "--schedule", schedule)
+    process = run_python(ROOT / "examples" / "pipeline.py", *options, ranks=ranks)
+    assert process.returncode == 0, process.stdout + process.stderr
+    exact, *few = (x for x in map(json.loads, lines_of_rank_0(process)) if "accuracy" in x)
+    assert [result["bits"] for result in (exact, *few)] == [32, 8, 4]
+    assert exact["accuracy"] >= 0.95
+    for result in few:
+        assert result["accuracy"] >= exact["accuracy"] - 0.01
+        assert result["losses"] != exact["losses"], "the activations were not quantized"
+        # Rank 0 sends 4 micro-batches of 16 x 256 activations.
+        payload = 64 * 256 * (result["bits"] / 8 + 8 / 512)
+        assert payload <= result["bytes_per_step"] < payload + 4000
+    assert all(result["identical"] for result in (exact, *few))
+
+
 def check_few_bits(process: subprocess.CompletedProcess[str], lines: list[str]) -> dict[str, Any]:
     """Compare the runs at 32 and at 4 bits; return the result at 4 bits."""
     assert process.returncode == 0, process.stdout + process.stderr

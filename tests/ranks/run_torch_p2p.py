@@ -6,55 +6,24 @@ Compares compressed messages with the oracle, over groups of 2 to 4 ranks.
 """
 
 import datetime
-import os
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import checks
 import pytest
-import reference
 import torch
-import torch.distributed
+from p2p_cases import NEAREST, dist, new_group, received, seed_of
 from support import torch_cases as tc
 from support.torch_codecs import CONFIGS
 
 from cgx_ops import Communicator, Config
-from cgx_ops.torch import BackendOptions, compressed, uncompressed
-from cgx_ops.torch.backend.errors import DeadlineExceeded, MismatchError, PeerFailed
+from cgx_ops.torch import compressed, uncompressed
 
-dist: Any = torch.distributed  # its annotations refer to torch internals
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 SIZES = (0, 1, 15, 16, 17, 511, 512, 513)
-NEAREST = Config(4, 64, "nearest")
 NOISY = Config(3, 64, "stochastic")
-Scope = Callable[[], AbstractContextManager[None]]
-SOON = 20.0  # seconds; far below the deadline of the groups, which is 60 s
-
-
-def received(
-    x: torch.Tensor, message: tuple[int, int], config: Config, size: int, seed: int = 0
-) -> torch.Tensor:
-    """Return what the oracle decodes from x, sent over message[0] -> message[1] in a group."""
-    source, target = message
-    splits = [[0] * size for _ in range(size)]
-    splits[source][target] = x.numel()
-    empty = torch.empty(0, dtype=x.dtype)
-    xs = [tc.to_numpy(x if rank == source else empty) for rank in range(size)]
-    segment = reference.Segment(0, 0, config.bits, config.bucket_size)  # pyright: ignore[reportArgumentType]
-    rounding: Any = config.rounding or "nearest"
-    ys = reference.all_to_all(xs, splits, segment, rounding=rounding, seeds=[seed] * size)
-    return tc.from_numpy(ys[target]).reshape(x.shape)
-
-
-def seed_of(group: Any, seed: int, message: tuple[int, int], tag: int, count: int) -> int:
-    """Return the seed of the `count`-th compressed message of this direction and tag."""
-    name = f" message from {message[0]} to {message[1]}, tag {tag}"
-    named = tc.named_seed(tc.named_seed(seed, group.group_name), name)
-    return tc.gradient_seed(named, count)
 
 
 # ---- values --------------------------------------------------------------------------------------
@@ -249,112 +218,6 @@ def any_source(group: Any) -> None:
     assert tc.same_bits(y, received(tc.values(left, 100), (left, rank), NEAREST, size))
 
 
-# ---- errors --------------------------------------------------------------------------------------
-
-
-@contextmanager
-def raises_soon(kind: type[Exception], text: str) -> Iterator[None]:
-    begun = time.monotonic()
-    with pytest.raises(kind, match=text):
-        yield
-    assert time.monotonic() - begun < SOON
-
-
-def new_group(ranks: Sequence[int] = (0, 1), timeout: float = 60) -> Any:
-    options = BackendOptions(Config(8, 64, rounding="nearest"))
-    limit = datetime.timedelta(seconds=timeout)
-    return dist.new_group(list(ranks), timeout=limit, backend="cgx", pg_options=options)
-
-
-def between(
-    group: Any, ours: Sequence[tuple[Scope, torch.Tensor]], *, asynchronous: bool = False
-) -> None:
-    """Send from rank 0 to rank 1, each with its own scope and tensor."""
-    rank = group.rank()
-    scope, tensor = ours[rank]
-    with scope():
-        if rank == 0:
-            work = dist.isend(tensor, group=group, group_dst=1)
-        else:
-            work = dist.irecv(tensor, group=group, group_src=0)
-    if asynchronous:
-        time.sleep(0.5)
-    work.wait()
-
-
-def mismatches() -> None:
-    """Check that both sides raise immediately, and name the two ranks and the difference."""
-    few, other = partial(compressed, NEAREST), partial(compressed, Config(8, 64, "nearest"))
-    x, half = torch.ones(1000), torch.ones(1000, dtype=torch.float16)
-    names = "'c10d message from 0 to 1, tag 0'.*"
-    remedy = r".*both inside cgx_ops.torch.compressed\(\) with equal configs or both outside"
-    usable: list[tuple[tuple[Scope, torch.Tensor], tuple[Scope, torch.Tensor], str]] = [
-        ((few, x), (other, x), "bits 4 against 8"),
-        ((few, x), (few, x[1:]), "rank 0 sends 1000 elements to rank 1, which expects 999"),
-        ((few, x), (few, x[:3]), "rank 0 sends 1000 elements to rank 1, which expects 3"),
-        ((few, half), (few, x), "dtype float16 against float32"),
-        ((few, x[:3]), (few, x), "rank 0 sends 3 elements to rank 1, which expects 1000"),
-    ]
-    # The inner backend's half of these messages stays, so each has its own group.
-    lost: list[tuple[tuple[Scope, torch.Tensor], tuple[Scope, torch.Tensor], str]] = [
-        ((few, x), (nullcontext, x), "bits 4 against 32"),
-        ((nullcontext, x), (few, x), "bits 32 against 4"),
-        ((few, x), (uncompressed, x), "bits 4 against 32"),
-        ((few, x), (few, torch.ones(1000, dtype=torch.int64)), "bits 4 against 32"),
-        ((nullcontext, torch.ones(1)), (few, x), "bits 32 against 4"),
-    ]
-    group = new_group()
-    for sender, receiver, text in usable:
-        if dist.get_rank() < 2:
-            with raises_soon(MismatchError, f"(?s){names}{text}{remedy}"):
-                between(group, (sender, receiver))
-            y = torch.empty(100)
-            between(group, ((few, tc.values(0, 100)), (few, y)))
-            if group.rank() == 1:
-                assert tc.same_bits(y, received(tc.values(0, 100), (0, 1), NEAREST, 2))
-    for sender, receiver, text in lost:
-        for asynchronous in (False, True):
-            group = new_group()
-            if dist.get_rank() < 2:
-                with raises_soon(MismatchError, f"(?s)ranks 0 and 1 .*{names}{text}{remedy}"):
-                    between(group, (sender, receiver), asynchronous=asynchronous)
-                dist.destroy_process_group(group)
-
-
-def bad_tensors() -> None:
-    """Check that a receiver that refuses its tensor lets the sender go on."""
-    group = new_group()
-    if dist.get_rank() < 2:
-        expanded = torch.ones(1).expand(1000)
-        with compressed(NEAREST):
-            if group.rank() == 0:
-                with raises_soon(PeerFailed, r"rank 1 takes no part.*single memory location"):
-                    dist.send(expanded, group=group, group_dst=1)
-            else:
-                with raises_soon(RuntimeError, "single memory location"):
-                    dist.recv(expanded, group=group, group_src=0)
-            y = torch.empty(100)
-            between(group, ((nullcontext, tc.values(0, 100)), (nullcontext, y)))
-        dist.destroy_process_group(group)
-
-
-def late() -> None:
-    """Check that a message without its other half ends at the group's deadline."""
-    for scope, mine in ((partial(compressed, NEAREST), 1), (partial(compressed, NEAREST), 0)):
-        group = new_group(timeout=2)
-        if dist.get_rank() == mine:
-            x = torch.ones(1000)
-            text = f"message from 0 to 1, tag 0' did not end within 2 s; rank {1 - mine} has not"
-            with raises_soon(DeadlineExceeded, text), scope():
-                if mine == 0:
-                    dist.send(x, group=group, group_dst=1)
-                else:
-                    dist.recv(x, group=group, group_src=0)
-        dist.barrier()
-        if dist.get_rank() < 2:
-            dist.destroy_process_group(group)
-
-
 # ---- pipelines -----------------------------------------------------------------------------------
 
 
@@ -375,10 +238,18 @@ def pipelines(group: Any) -> None:
             module = layers[rank]
             entered: list[torch.Tensor] = []
             left: list[torch.Tensor] = []
-            module.register_forward_pre_hook(
-                lambda _, xs, to=entered: to.append(xs[0].detach().clone())
-            )
-            module.register_forward_hook(lambda *call, to=left: to.append(call[2].detach().clone()))
+
+            def note(
+                _: object,
+                xs: Any,
+                y: torch.Tensor,
+                entered: list[torch.Tensor] = entered,
+                left: list[torch.Tensor] = left,
+            ) -> None:
+                entered.append(xs[0].detach().clone())
+                left.append(y.detach().clone())
+
+            module.register_forward_hook(note)
             stage = pipelining.PipelineStage(module, rank, size, torch.device("cpu"), group=group)
             schedule: Any = schedule_type(stage, micro, loss_fn=torch.nn.functional.mse_loss)
             optimizer = torch.optim.SGD(module.parameters(), 2.0)
@@ -414,32 +285,11 @@ def pipelines(group: Any) -> None:
                 assert abs(few - exact) < 0.01 * losses[32][0]
 
 
-# ---- loss of a rank ------------------------------------------------------------------------------
-
-
-def loss() -> None:
-    """Lose rank 1 while rank 0 receives from it, and rank 2 sends to it."""
-    dist.init_process_group("cgx", timeout=datetime.timedelta(seconds=60))
-    rank, x = dist.get_rank(), torch.ones(1000)
-    groups = [dist.new_group(backend="cgx") for _ in range(2)]
-    calls: dict[int, Callable[..., None]] = {0: dist.recv, 2: dist.send}
-    dist.barrier()
-    if rank == 1:
-        time.sleep(1)
-        os._exit(0)
-    for group, scope in zip(groups, (compressed(NEAREST), nullcontext()), strict=True):
-        with raises_soon(PeerFailed, "rank 1"), scope:
-            calls[rank](x, 1, group=group)
-        print(f"rank {rank}: named", flush=True)
-    os._exit(0)  # the groups are lost
-
-
 def skipped() -> None:
     """Stand in for the checks on a rank outside of the group."""
 
 
 CHECKS = [values, compressors, noise, in_flight, batches, exact, any_source, pipelines]
-OF_WORLD = [mismatches, bad_tensors, late]
 
 
 def main() -> None:
@@ -450,9 +300,9 @@ def main() -> None:
         for check in CHECKS:
             on_group = partial(check, group) if dist.get_rank() < size else skipped
             by_name[f"{check.__name__} on {size}"] = on_group
-    checks.run(by_name | checks.named(*OF_WORLD), sys.argv[1:], after=dist.barrier)
+    checks.run(by_name, sys.argv[1:], after=dist.barrier)
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    loss() if sys.argv[1:] == ["loss"] else main()
+    main()

@@ -1,7 +1,8 @@
 """The torch.distributed backend "cgx".
 
 cgx_ops runs every allreduce (sum, avg, min, max, product) of float32, float16 and bfloat16 tensors.
-CUDA tensors need a build with CUDA. An inner gloo or NCCL backend runs all other collectives. The
+CUDA tensors need a build with CUDA. CPU tensors also have all_to_all_single and, inside
+`compressed()`, send and recv. An inner gloo or NCCL backend runs all other collectives. The
 communicator of a group has the group's name: `cgx_ops.Communicator.find(group.group_name)`.
 
 An allreduce is compressed only if all of the following hold; otherwise it is exact:
@@ -132,11 +133,11 @@ class BackendOptions:
 
 @contextlib.contextmanager
 def compressed(config: Config | None = None, *, seed: int = 0) -> Iterator[None]:
-    """Compress every sum, average and all_to_all_single that this thread starts inside the block.
+    """Compress sums, averages, all_to_all_single, send and recv that this thread starts inside.
 
-    The block applies to the calling thread only. On the CPU, backward runs hooks on the thread that
-    called it, so they are inside. For a CUDA model, backward runs hooks on an autograd thread,
-    which is outside.
+    Both ranks of a message must be inside; else both raise MismatchError. The block applies to the
+    calling thread only. On the CPU, backward runs hooks on the thread that called it, so they are
+    inside. For a CUDA model, backward runs hooks on an autograd thread, which is outside.
 
     Args:
         config: compressor, bits and the other settings. None: those of the group's BackendOptions.
