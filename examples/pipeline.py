@@ -42,6 +42,7 @@ def train(bits: int, arguments: argparse.Namespace) -> dict[str, Any]:
         stage, arguments.microbatches, loss_fn=nn.functional.cross_entropy
     )
     optimizer = torch.optim.SGD(module.parameters(), LEARNING_RATE, momentum=0.9)
+    decay = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, arguments.epochs)
     config, shuffle = Config(bits), torch.Generator().manual_seed(1)
     train_x, test_x, train_y, test_y = digits()
     steps, curve = len(train_x) // arguments.batch, list[float]()
@@ -60,6 +61,7 @@ def train(bits: int, arguments: argparse.Namespace) -> dict[str, Any]:
                 schedule.step(*images, target=labels, losses=losses)
             optimizer.step()
             optimizer.zero_grad()
+        decay.step()
         mean = torch.stack(losses).mean() if losses else torch.zeros(())
         dist.broadcast(mean, src=size - 1)
         curve.append(mean.item())
