@@ -256,8 +256,8 @@ def test_tensor_parallel_trains_in_few_bits() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "schedule"), [(2, "1f1b"), (4, "gpipe")])
 def test_pipeline_trains_in_few_bits(ranks: int, schedule: str) -> None:
-    script = ROOT / "examples" / "pipeline.py"
-    process = run_python(script, "--schedule", schedule, ranks=ranks)
+    options = ("--epochs", "10", "--schedule", schedule)
+    process = run_python(ROOT / "examples" / "pipeline.py", *options, ranks=ranks)
     assert process.returncode == 0, process.stdout + process.stderr
     exact, *few = (x for x in map(json.loads, lines_of_rank_0(process)) if "accuracy" in x)
     assert [result["bits"] for result in (exact, *few)] == [32, 8, 4]
