@@ -238,8 +238,8 @@ def test_tensor_parallel_trains_in_few_bits() -> None:
         example = ROOT / "examples" / "tensor_parallel.py"
         process = run_python(example, *arguments, "--bits", *bits, ranks=ranks)
         assert process.returncode == 0, process.stdout + process.stderr
-        lines = re.findall(r"^\[[^]]*,0\]<stdout>: ({.*)$", process.stdout, re.MULTILINE)
-        results += [result for result in map(json.loads, lines) if "accuracy" in result]
+        found = map(json.loads, lines_of_rank_0(process))
+        results += [result for result in found if "accuracy" in result]
     alone, exact, *few = results
     assert [result["bits"] for result in results] == [32, 32, 8, 4]
     assert alone["accuracy"] >= 0.93
