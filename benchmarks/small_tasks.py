@@ -156,7 +156,9 @@ def gpt() -> Task:
     return _language("gpt", _topics(), context=32, width=64, layers=2, batch=32, steps=200)
 
 
-def code() -> Task:
+def code(context: int = 96, width: int = 128, layers: int = 3, batch: int = 12) -> Task:
     modules = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))[:120]
     text = "".join(module.read_text(errors="ignore") for module in modules)[:3_000_000]
-    return _language("code", text, context=96, width=128, layers=3, batch=12, steps=800)
+    return _language(
+        "code", text, context=context, width=width, layers=layers, batch=batch, steps=800
+    )

@@ -136,7 +136,7 @@ class Base:
         values, gathered = self._values.to(output.device), output.view(len(self._values), -1)
         for segment, is_exact in zip(sent, exact, strict=True):
             known, new = values[:, _run(segment)], gathered[:, _run(segment)]
-            known.copy_(new if is_exact else known + new)
+            known.copy_(new) if is_exact else known.add_(new)
         self._values.copy_(values)  # has no effect if they are the same tensor
         self.copy_to(output)
 

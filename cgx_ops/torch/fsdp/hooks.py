@@ -258,6 +258,7 @@ class _ReduceScatter(Custom):
         async_op: bool = False,
     ) -> dist.Work | None:
         self.before_first()
+        self._state.begin_reduction()
         segments = self._block.reduced(output_tensor.numel(), output_tensor.dtype)
         if segments is None:
             return self.plain(output_tensor, input_tensor, group, op, async_op)

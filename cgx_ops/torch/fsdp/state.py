@@ -232,8 +232,13 @@ class State:
         """Whether the module whose gradients are being reduced is the last one of its step."""
         return self._reduced == self.trained
 
+    def begin_reduction(self) -> None:
+        """Count a reduction of gradients, after which weights may change."""
+        self._used = True
+        self.reductions += 1
+
     def gradients_seed(self, name: str, *, shared: bool = False) -> int:
-        """Return the seed of a reduction that is about to start.
+        """Return the seed of the reduction that was counted last.
 
         Args:
             name: name of the collective.
@@ -242,8 +247,6 @@ class State:
         Returns:
             The seed.
         """
-        self._used = True
-        self.reductions += 1
         owner = "all ranks" if shared else f"rank {dist.get_rank()}"
         return call_seed(self.seed, f"{name} of {owner}", self.reductions)
 

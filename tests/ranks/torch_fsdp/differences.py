@@ -8,6 +8,7 @@
 
 import copy
 import pickle
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -200,6 +201,14 @@ def unchanged_weights_are_not_sent() -> None:
     assert gathers(lambda: run(model, 5, optimizer)) == trained
     fsdp.compress(model, None, None)
     assert gathers(lambda: run(model, 6, optimizer)) == []
+
+    # Gradients of another dtype are reduced by torch.
+    model = sharded(Model(), mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float64))
+    fsdp.compress(model, FEW, FOUR)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with warnings.catch_warnings(action="ignore"):
+        assert gathers(lambda: run(model, 7, optimizer)) == everything
+        assert len(gathers(lambda: run(model, 8, optimizer))) == 4
 
 
 # ---- 2. training ---------------------------------------------------------------------------------

@@ -1,0 +1,98 @@
+"""Losses of FSDP2 models in few bits, beside exact training, from the same seeds.
+
+    mpirun -np 4 python sharded_training.py [--json FILE]
+
+A transformer of about 1.5 million parameters predicts the next character of Python's standard
+library, with AdamW. For the settings of HSDP the ranks count as two hosts.
+"""
+
+import argparse
+import statistics
+import time
+from dataclasses import asdict, dataclass
+
+import small_tasks
+import torch
+import torch.distributed as dist
+from sharded_models import SETTINGS, Setting, sharded
+from torch import nn
+
+from cgx_ops._core.table import Table
+from cgx_ops.bench.report import Report
+
+CONTEXT, WIDTH, LAYERS, BATCH = 48, 160, 5, 4
+STEPS, RATE, HOSTS = 500, 0.003, 2
+
+
+@dataclass(frozen=True)
+class Found:
+    """The loss of one training on held-out texts, in nats."""
+
+    setting: str
+    seed: int
+    loss: float
+    seconds: float
+
+
+def train(task: small_tasks.Task, setting: Setting, seed: int, steps: int) -> Found:
+    """Train one model; the ranks have different batches."""
+    model = sharded(task.model, setting, HOSTS, seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, RATE, steps, pct_start=0.1)
+    generator = torch.Generator().manual_seed(1000 * seed + dist.get_rank())
+    start = time.perf_counter()
+    for _ in range(steps):
+        texts, labels = task.draw(task.batch, generator)
+        nn.functional.cross_entropy(model(texts), labels).backward()
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+    seconds = time.perf_counter() - start
+    texts, labels = task.validation
+    with torch.no_grad():
+        loss = nn.functional.cross_entropy(model(texts), labels).item()
+    return Found(setting.name, seed, loss, seconds)
+
+
+def table_of(found: list[Found]) -> Table:
+    losses = {(each.setting, each.seed): each.loss for each in found}
+    seeds = sorted({each.seed for each in found})
+    rows = []
+    for setting in dict.fromkeys(each.setting for each in found):
+        own = [losses[setting, seed] for seed in seeds]
+        above = [losses[setting, seed] - losses[found[0].setting, seed] for seed in seeds]
+        spread = statistics.stdev(above) if len(seeds) > 1 else 0.0
+        mean = statistics.mean(above)
+        rows.append([setting, f"{statistics.mean(own):.3f}", f"{mean:+.3f} ± {spread:.3f}"])
+    columns = ["setting", "loss", "above exact, mean and deviation over seeds"]
+    return Table(f"FSDP2, {len(seeds)} seeds", columns, rows, text_columns=1)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Compare losses of FSDP2 models in few bits.")
+    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--json", metavar="FILE")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    dist.init_process_group("cgx")
+    task = small_tasks.code(CONTEXT, WIDTH, LAYERS, BATCH)
+    found = []
+    for seed in range(options.seeds):
+        for setting in SETTINGS:
+            found.append(train(task, setting, seed, options.steps))
+            if dist.get_rank() == 0:
+                print(found[-1], flush=True)
+    if dist.get_rank() == 0:
+        table = table_of(found)
+        table.print()
+        if options.json:
+            settings = {"ranks": dist.get_world_size(), "steps": options.steps, "rate": RATE}
+            Report("sharded_training", settings, [asdict(each) for each in found], [table]).write(
+                options.json
+            )
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
