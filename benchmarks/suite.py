@@ -157,6 +157,15 @@ PARTS: dict[str, tuple[Run, ...]] = {
         for hosts in (2, 4)
         for rate in ("1gbit", "100mbit")
     ),
+    "sharded": (
+        Run(
+            "sharded_steps-1gbit-2x2",
+            ("benchmarks/sharded_steps.py", "--link-rate", "1gbit"),
+            ranks=2,
+            hosts=2,
+            rate="1gbit",
+        ),
+    ),
     "transports": (
         transports("1gbit-2", 2, "1gbit"),
         transports("1gbit-4", 4, "1gbit"),

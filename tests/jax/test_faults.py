@@ -55,7 +55,12 @@ exhaustive = pytest.mark.exhaustive
 by_devices = pytest.mark.parametrize("devices", [pytest.param(1, marks=exhaustive), 2])
 
 # Checks that leave all processes and their communicator usable.
-WHOLE = ("mismatched_bits", "one_name_in_different_programs", "dependent_programs")
+WHOLE = (
+    "mismatched_bits",
+    "mismatched_exchange",
+    "one_name_in_different_programs",
+    "dependent_programs",
+)
 
 
 @exhaustive  # covered by test_clean_exit() on two devices
@@ -75,6 +80,7 @@ def test_launch_failed_on_one_process(devices: int) -> None:
         pytest.param(-1, "different_programs", marks=exhaustive),
         pytest.param(0, "never_calls", marks=exhaustive),
         (1, "never_calls"),
+        (1, "never_exchanges"),
     ],
 )
 def test_missing_processes(victim: int, check: str, devices: int) -> None:
@@ -96,6 +102,8 @@ def test_one_of_several_devices_fails() -> None:
 
 
 DAILY_ENDS = [("raises", by_mpirun, 0), ("killed", by_arguments, 0)]
+DAILY_ENDS += [("killed_before_an_exchange", by_arguments, 1)]
+KINDS = ("raises", "exits", "exits_immediately", "killed", "killed_before_an_exchange")
 
 
 @by_devices
@@ -103,9 +111,7 @@ DAILY_ENDS = [("raises", by_mpirun, 0), ("killed", by_arguments, 0)]
     ("how", "launch", "victim"),
     [
         pytest.param(*end, marks=[] if end in DAILY_ENDS else exhaustive)
-        for end in itertools.product(
-            ("raises", "exits", "exits_immediately", "killed"), (by_mpirun, by_arguments), (0, 1)
-        )
+        for end in itertools.product(KINDS, (by_mpirun, by_arguments), (0, 1))
     ],
 )
 def test_processes_that_end(

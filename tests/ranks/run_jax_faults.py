@@ -25,7 +25,7 @@ from support.jax_fault_cases import check_backend, error_of
 
 import cgx_ops.jax
 from cgx_ops import _xla_ffi
-from cgx_ops.jax import psum_q
+from cgx_ops.jax import all_to_all_q, psum_q
 
 jax.config.update("jax_platforms", "cpu")
 if "COORDINATOR" in os.environ:
@@ -43,6 +43,11 @@ def program(body: Callable[..., Any] | None = None, **knobs: Any) -> Callable[[]
     step = on_mesh(MESH, body or (lambda v: psum_q(v, "d", config=SRA, **knobs))).jitted
     operand = spread(MESH, X, P("d"))
     return lambda: step(operand)
+
+
+def exchange(**knobs: Any) -> Callable[[], Any]:
+    """Return a launcher of a program in which all devices exchange blocks."""
+    return program(lambda v: all_to_all_q(v.reshape(DEVICES, -1), "d", 0, 0, config=SRA, **knobs))
 
 
 def check_together() -> None:
@@ -68,6 +73,12 @@ def fails(launch: Callable[[], Any], *words: str) -> str:
 def mismatched_bits() -> None:
     launch = program(name="g", bits=4 + RANK)
     fails(launch, "psum_q 'g#0' on rank", "disagree on collective 'g#0'", "bits 4 against 5")
+    check_together()
+
+
+def mismatched_exchange() -> None:
+    launch = exchange(name="x", bits=4 + RANK)
+    fails(launch, "all_to_all_q 'x#0' on rank", "bits 4 against 5")
     check_together()
 
 
@@ -135,13 +146,20 @@ def different_programs() -> None:
 
 
 def never_calls() -> None:
+    late(program(name="lonely"), "psum_q 'lonely#0'")
+
+
+def never_exchanges() -> None:
+    late(exchange(name="lonely"), "all_to_all_q 'lonely#0'")
+
+
+def late(launch: Callable[[], Any], call: str) -> None:
     check_together()  # creates the communicator
     if RANK == VICTIM:
         time.sleep(float(os.environ["CGX_TIMEOUT"]) + 3)
-        check_backend()
     else:
-        fails(program(name="lonely"), "DEADLINE_EXCEEDED", "psum_q 'lonely#0'")
-        check_backend()
+        fails(launch, "DEADLINE_EXCEEDED", call)
+    check_backend()
 
 
 def shaken() -> Callable[[], Any]:
@@ -216,6 +234,15 @@ def killed() -> None:
     dies(lambda: os.kill(os.getpid(), signal.SIGKILL))
 
 
+def killed_before_an_exchange() -> None:
+    check_together()
+    launch = exchange(name="orphaned")
+    if RANK == VICTIM:
+        os.kill(os.getpid(), signal.SIGKILL)
+    fails(launch, "UNAVAILABLE: all_to_all_q 'orphaned#0'", f"rank {VICTIM} is lost")
+    check_backend()
+
+
 def backend_works() -> None:
     assert float(jnp.arange(4.0).sum()) == 6
 
@@ -225,7 +252,7 @@ checks.run(
         mismatched_bits, one_name_in_different_programs, dependent_programs,
         launch_failed_on_one_process, different_programs, never_calls,
         only_device_fails, one_of_several_devices_fails, raises, exits, exits_immediately, killed,
-        check_together,
+        mismatched_exchange, never_exchanges, killed_before_an_exchange, check_together,
     ),
     sys.argv[2:],
     after=backend_works,
