@@ -184,14 +184,6 @@ def fsdp_parameters(group: Any) -> list[ShardedParameter]:
     ]
 
 
-def version_of(parameter: ShardedParameter) -> tuple[int, int]:
-    """Return numbers that change when an operation changes a parameter.
-
-    Those of an optimizer that works on lists of parameters (foreach=True) do not change them.
-    """
-    return id(parameter.sharded), parameter.sharded._version
-
-
 def fsdp_shards(group: Any) -> list[torch.Tensor]:
     """Return this rank's shards of a group's parameters, which share the parameters' memory."""
     return [parameter.sharded_param.detach().to_local() for parameter in group.fsdp_params]

@@ -5,8 +5,8 @@
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from enum import IntEnum
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -17,20 +17,23 @@ from cgx_ops.torch._compat import parallel
 from cgx_ops.torch.averaging.loaded import require_keys, require_layers
 from cgx_ops.torch.fsdp.block import Block
 
+_PARTS = ("base", "gathered")  # of a parameter, in a checkpoint
+
 # ---- 1. one group of parameters ------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Noted:
-    """A parameter at the time of a gather."""
+class Change(IntEnum):
+    """How a parameter changed since the last gather. Of several ranks' values, the largest counts.
 
-    version: tuple[int, int]
-    trainable: bool
-    reductions: int
+    Attributes:
+        NONE: it did not; nothing is sent.
+        TRAINED: gradients were reduced; the difference is sent.
+        REPLACED: otherwise, or nothing was gathered yet; the whole group is sent exact.
+    """
 
-    @staticmethod
-    def of(p: parallel.ShardedParameter, reductions: int) -> "_Noted":
-        return _Noted(parallel.version_of(p), p.trainable, reductions)
+    NONE = 0
+    TRAINED = 1
+    REPLACED = 2
 
 
 class Base:
@@ -44,20 +47,22 @@ class Base:
     def __init__(self, block: Block, on_cpu: bool) -> None:
         self._block, self._on_cpu = block, on_cpu
         self._values: torch.Tensor | None = None  # (ranks, elements of a block)
-        self._noted: dict[str, _Noted] = {}  # the parameters at the last gather
-        self._replaced = False  # whether other weights were loaded into the model
-        self._loaded: dict[str, torch.Tensor] | None = None  # own parts, from a checkpoint
-        self._current: set[str] = set()  # loaded parameters that had not changed since the gather
-        self._hooks = [
-            module.register_load_state_dict_post_hook(self._replace)
-            for module in {p.module for p in self._shards.values()}
-        ]
+        self._own: torch.Tensor | None = None  # this rank's exact weights at the last gather
+        self._reductions: int | None = None  # of gradients, before the last gather
+        self._replaced = False  # whether weights were loaded into a module
+        self._loaded: dict[str, Mapping[str, torch.Tensor]] | None = None  # from a checkpoint
+        self._hooks: list[Any] = []
+
+    def open(self) -> None:
+        """Observe which modules load weights."""
+        modules = {p.module for p in self._shards.values()}
+        self._hooks = [m.register_load_state_dict_post_hook(self._replace) for m in modules]
 
     def close(self) -> None:
         """Release the weights, and the hooks of the model."""
         for hook in self._hooks:
             hook.remove()
-        self._values = self._loaded = None
+        self._values = self._own = self._loaded = None
 
     @property
     def _shards(self) -> dict[str, parallel.ShardedParameter]:
@@ -66,41 +71,56 @@ class Base:
     @property
     def nbytes(self) -> int:
         """The size of the stored weights."""
-        return 0 if self._values is None else self._values.nbytes
+        return sum(x.nbytes for x in (self._values, self._own) if x is not None)
+
+    @property
+    def serves_backward(self) -> bool:
+        """Whether autograd runs, which uses the weights of the forward pass."""
+        return self._values is not None and parallel.in_backward()
 
     # ---- gathers
 
-    def changed(self, reductions: int) -> list[bool] | None:
-        """Return which parameters changed since the last gather; None if all must be sent exact.
-
-        They must if nothing was gathered yet, or if they changed otherwise than by training. The
-        backward pass uses the weights of the forward pass.
+    def loaded(self, own: torch.Tensor) -> torch.Tensor | None:
+        """Return this rank's part of a loaded base, which must be gathered first.
 
         Args:
+            own: this rank's weights. They replace missing parts.
+
+        Returns:
+            The part; None if nothing was loaded since the last gather.
+        """
+        if self._loaded is None:
+            return None
+        base, gathered = own.clone(), own.clone()
+        for name, p, run in self._runs():
+            for block, parts in zip((base, gathered), self._loaded.values(), strict=True):
+                if name in parts:
+                    local = _local(parts[name])
+                    _unpadded(p, block[run], local).copy_(local)
+        self._own, self._reductions = gathered.to(self._place(own)), None
+        return base
+
+    def changes(
+        self, own: torch.Tensor, known: torch.Tensor | None, reductions: int
+    ) -> list[Change]:
+        """Return how each parameter changed on this rank.
+
+        Args:
+            own: this rank's weights.
+            known: this rank's part of a loaded base.
             reductions: the number of reductions of gradients so far.
         """
-        if self._values is not None and parallel.in_backward():
-            return [False] * len(self._shards)
-        changes = [self._change(name, p, reductions) for name, p in self._shards.items()]
-        if self._values is None or self._replaced or "otherwise" in changes:
-            return None
-        return [change == "by training" for change in changes]
-
-    def _change(
-        self, name: str, p: parallel.ShardedParameter, reductions: int
-    ) -> Literal["by training", "otherwise"] | None:
-        """Return how a parameter changed since the last gather."""
-        noted = self._noted.get(name)
-        if noted is None:
-            return "by training"
-        if noted.reductions == reductions:
-            return None if noted.version == parallel.version_of(p) else "otherwise"
-        new = _Noted.of(p, reductions)
-        trained = p.trainable or noted.trainable or noted.version != new.version
-        return "by training" if trained else None
+        if known is None and self._values is not None:
+            known = self._values[self._block.ranks.rank()]
+        if known is None or self._own is None or self._replaced:
+            return [Change.REPLACED] * len(self._shards)
+        trained = reductions != self._reductions
+        return [
+            _change(own[run], self._own[run], known[run], trained) for _, _, run in self._runs()
+        ]
 
     def subtract_from(
-        self, own: torch.Tensor, sent: Sequence[Segment], exact: Sequence[bool], rank: int
+        self, own: torch.Tensor, sent: Sequence[Segment], exact: Sequence[bool]
     ) -> None:
         """Replace this rank's weights by their difference from the base.
 
@@ -108,10 +128,9 @@ class Base:
             own: this rank's weights.
             sent: the parts that will be sent; others do not change.
             exact: whether a part is sent as exact weights. Those do not change.
-            rank: this rank.
         """
         assert self._values is not None
-        known = self._values[rank]
+        known = self._values[self._block.ranks.rank()]
         for segment, is_exact in zip(sent, exact, strict=True):
             if not is_exact:
                 own[_run(segment)] -= known[_run(segment)].to(own.device)
@@ -119,9 +138,9 @@ class Base:
     @torch.inference_mode(False)
     @torch.no_grad()
     def replace(self, output: torch.Tensor) -> None:
-        """Make gathered weights the base."""
-        place = torch.device("cpu") if self._on_cpu else output.device
-        self._values = output.to(place, copy=True).view(self._block.ranks.size(), -1)
+        """Make gathered weights the base, and forget loaded ones."""
+        self._values = output.to(self._place(output), copy=True).view(self._block.ranks.size(), -1)
+        self._loaded = None
 
     @torch.no_grad()
     def add(self, output: torch.Tensor, sent: Sequence[Segment], exact: Sequence[bool]) -> None:
@@ -140,79 +159,82 @@ class Base:
         self._values.copy_(values)  # has no effect if they are the same tensor
         self.copy_to(output)
 
-    def note(self, reductions: int) -> None:
-        """Remember the parameters that a gather starts with."""
-        self._noted = {name: _Noted.of(p, reductions) for name, p in self._shards.items()}
-        self._replaced = False
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def note(self, own: torch.Tensor, reductions: int) -> None:
+        """Remember this rank's exact weights of a gather that succeeded."""
+        self._own = own.to(self._place(own), copy=True)
+        self._reductions, self._replaced = reductions, False
 
     def copy_to(self, output: torch.Tensor) -> None:
         """Write the base to the output of a gather."""
         assert self._values is not None
         output.copy_(self._values.flatten())
 
+    def _place(self, tensor: torch.Tensor) -> torch.device:
+        return torch.device("cpu") if self._on_cpu else tensor.device
+
+    def _runs(self) -> Iterator[tuple[str, parallel.ShardedParameter, slice]]:
+        """Yield the parameters with their positions in a block."""
+        first = 0
+        for name, p in self._shards.items():
+            yield name, p, slice(first, first + p.numel)
+            first += p.numel
+
     def _replace(self, *_: object) -> None:
         self._replaced = self._loaded is None
 
     # ---- checkpoints
 
-    def saved(self, reductions: int) -> Iterator[tuple[str, torch.Tensor, bool]]:
-        """Yield the parameters: name, this rank's part as a DTensor, and whether it is current.
+    def saved(self) -> Iterator[tuple[str, tuple[torch.Tensor, torch.Tensor]]]:
+        """Yield the parameters: this rank's parts of the base and of the exact gathered weights.
 
-        Before the first gather, the parts are the parameters'.
-
-        Args:
-            reductions: the number of reductions of gradients so far.
+        The parts are DTensors. Before the first gather they are the parameters'.
         """
-        rank, first = self._block.ranks.rank(), 0
-        for name, p in self._shards.items():
-            part = p.sharded.detach().clone()
-            current = self._change(name, p, reductions) is None
+        rank = self._block.ranks.rank()
+        for name, p, run in self._runs():
+            exact = p.sharded.detach()
             if self._loaded is not None:
-                part, current = self._loaded.get(name, part), name in self._current
-            elif self._values is not None:
-                part = torch.empty_like(part, dtype=self._values.dtype)
-                local = _local(part)
-                local.copy_(_part(p, self._values[rank, first : first + p.numel], local))
-            yield name, part, current
-            first += p.numel
+                base, gathered = (parts.get(name, exact) for parts in self._loaded.values())
+            elif self._values is not None and self._own is not None:
+                base = _part(exact, p, self._values[rank, run])
+                gathered = _part(exact, p, self._own[run])
+            else:
+                base = gathered = exact
+            yield name, (base.clone(), gathered.clone())
 
-    def load(self, parts: Mapping[str, torch.Tensor], current: set[str]) -> None:
+    def load(self, parts: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
         """Set the parts that the next gather begins with."""
-        self._values = None
-        self._loaded = {name: parts[name] for name in self._shards if name in parts}
-        self._current, self._replaced = current & set(self._loaded), False
+        self._values, self._replaced, self._loaded = None, False, dict(parts)
 
-    def loaded(self, own: torch.Tensor) -> torch.Tensor | None:
-        """Return this rank's weights with the loaded parts in their places; None without any."""
-        if self._loaded is None:
-            return None
-        block, first = own.clone(), 0
-        for name, p in self._shards.items():
-            if name in self._loaded:
-                local = _local(self._loaded[name])
-                _part(p, block[first : first + p.numel], local).copy_(local)
-            first += p.numel
-        return block
 
-    def restore(self, output: torch.Tensor, reductions: int) -> None:
-        """Make the gathered parts of all ranks the base, and forget the loaded ones."""
-        self.replace(output)
-        self.note(reductions)
-        self._noted = {name: self._noted[name] for name in self._current}
-        self._loaded = None
+def _change(own: torch.Tensor, last: torch.Tensor, known: torch.Tensor, trained: bool) -> Change:
+    if torch.equal(own, last.to(own.device)):
+        return Change.NONE
+    # No difference leads from a base that is not finite to weights that are.
+    return Change.TRAINED if trained and known.isfinite().all() else Change.REPLACED
+
+
+def _run(segment: Segment) -> slice:
+    return slice(segment.offset, segment.offset + segment.numel)
 
 
 def _local(part: torch.Tensor) -> torch.Tensor:
     return part.to_local() if isinstance(part, DTensor) else part
 
 
-def _part(p: parallel.ShardedParameter, block: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+def _unpadded(
+    p: parallel.ShardedParameter, block: torch.Tensor, like: torch.Tensor
+) -> torch.Tensor:
     """Return a parameter's part of a block, without padding."""
     return block.view(p.padded).narrow(p.dim, 0, like.shape[p.dim])
 
 
-def _run(segment: Segment) -> slice:
-    return slice(segment.offset, segment.offset + segment.numel)
+def _part(exact: torch.Tensor, p: parallel.ShardedParameter, block: torch.Tensor) -> torch.Tensor:
+    """Return a parameter's part of a block, as a DTensor like the parameter."""
+    part = torch.empty_like(exact, dtype=block.dtype)
+    _local(part).copy_(_unpadded(p, block, _local(part)))
+    return part
 
 
 # ---- 2. a model ----------------------------------------------------------------------------------
@@ -228,11 +250,9 @@ class Bases:
     def __bool__(self) -> bool:
         return bool(self._all or self._saved)
 
-    def apart(self, reductions: int) -> "Bases":
-        """Return a copy for pickles, without the model's modules."""
-        copy = Bases()
-        copy._saved = self.state_dict(reductions) if self else None
-        return copy
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the attributes for pickles, without the model's modules."""
+        return {"_all": [], "_saved": self.state_dict() if self else None}
 
     def add(self, base: Base) -> Base:
         """Add the base of another group, and return it."""
@@ -244,37 +264,38 @@ class Bases:
         """The size of all stored weights."""
         return sum(base.nbytes for base in self._all)
 
-    def state_dict(self, reductions: int) -> dict[str, Any]:
-        """Return this rank's part of each parameter, and 1 for those that are up to date.
-
-        Args:
-            reductions: the number of reductions of gradients so far.
-        """
+    def state_dict(self) -> dict[str, Any]:
+        """Return this rank's parts of the base and of the exact gathered weights, by parameter."""
         if self._saved is not None:
             return self._saved
-        saved = [each for base in self._all for each in base.saved(reductions)]
-        return {
-            "parts": {name: part for name, part, _ in saved},
-            "current": {name: int(current) for name, _, current in saved},
-        }
+        saved = dict(each for base in self._all for each in base.saved())
+        return {part: {name: of[i] for name, of in saved.items()} for i, part in enumerate(_PARTS)}
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool) -> None:
-        """Restore the bases from what state_dict() returned."""
-        require_keys("fsdp.State", state_dict, ("parts", "current"))
-        parts, own = dict(state_dict["parts"]), self.state_dict(0)["parts"]
-        require_layers("fsdp.State", [parts], list(own), strict=strict)
-        for name, part in parts.items():
-            found, expected = _shapes(part), _shapes(own[name])
-            if found != expected:
-                raise InvalidArgument(
-                    f"the base of parameter '{name}' has the shape {found[0]}, on this rank "
-                    f"{found[1]}, but the parameter has {expected[0]}, on this rank {expected[1]}: "
-                    "load this model's state; after a change of the number of ranks, load it "
-                    "through torch.distributed.checkpoint"
-                )
-        current = {name for name, value in state_dict["current"].items() if value}
+    def checked(self, state_dict: Mapping[str, Any], strict: bool) -> dict[str, Any]:
+        """Return what state_dict() returned, without other models' layers.
+
+        Raises:
+            InvalidArgument: it does not fit this model or this number of ranks.
+        """
+        require_keys("fsdp.State", state_dict, _PARTS)
+        parts, own = {part: dict(state_dict[part]) for part in _PARTS}, self.state_dict()["base"]
+        require_layers("fsdp.State", list(parts.values()), list(own), strict=strict)
+        for part, tensors in parts.items():
+            for name, tensor in tensors.items():
+                found, expected = _shapes(tensor), _shapes(own[name])
+                if found != expected:
+                    raise InvalidArgument(
+                        f"the {part} weights of parameter '{name}' have the shape {found[0]}, on "
+                        f"this rank {found[1]}, but the parameter has {expected[0]}, on this rank "
+                        f"{expected[1]}: load this model's state; after a change of the number of "
+                        "ranks, load it through torch.distributed.checkpoint"
+                    )
+        return parts
+
+    def load(self, parts: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+        """Restore the bases from what checked() returned."""
         for base in self._all:
-            base.load(parts, current)
+            base.load(parts)
 
 
 def _shapes(part: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:

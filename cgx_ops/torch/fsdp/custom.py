@@ -30,13 +30,22 @@ class Custom:
         """Return a buffer for FSDP's values."""
         return self.plain.allocate(size, dtype=dtype, device=device)
 
+    def open(self) -> None:
+        """Prepare the collective. Call when it is installed."""
+
     def close(self) -> None:
-        """Release what the collective holds. Call before another one replaces it."""
+        """Release what the collective holds. Call when another one replaces it."""
 
 
 def plain_of(communication: Any) -> Any:
-    """Return the communication that was installed before compress(), and close ours."""
-    if not isinstance(communication, Custom):
-        return communication
-    communication.close()
-    return communication.plain
+    """Return the communication that was installed before compress()."""
+    return communication.plain if isinstance(communication, Custom) else communication
+
+
+def replace_by(old: Any, new: Any) -> Any:
+    """Close a communication, and return another one, open."""
+    if isinstance(old, Custom):
+        old.close()
+    if isinstance(new, Custom):
+        new.open()
+    return new

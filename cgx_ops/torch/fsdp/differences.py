@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -23,19 +24,21 @@ from cgx_ops._core.tables import EXACT_BITS
 from cgx_ops.config import require_feedback
 from cgx_ops.errors import InvalidArgument
 from cgx_ops.torch.backend.groups import communicator_of
-from cgx_ops.torch.fsdp.base import Base
+from cgx_ops.torch.fsdp.base import Base, Change
 from cgx_ops.torch.fsdp.block import Block
 from cgx_ops.torch.fsdp.custom import Custom
 from cgx_ops.torch.fsdp.state import State
 from cgx_ops.torch.graph.work import start
+
+_EXACT = Config(bits=EXACT_BITS)
 
 
 @dataclass(frozen=True)
 class Differences:
     """Settings of weights that are gathered as differences from the last gathered weights.
 
-    Every rank stores the gathered weights of the whole model, in the dtype in which they are
-    gathered. `State.base_nbytes` has the size in bytes.
+    Every rank stores the gathered weights of the whole model, and its shard of them exact, in the
+    dtype in which they are gathered. `State.base_nbytes` has the size in bytes.
 
     Args:
         config: settings of the differences. Rounding to nearest is suitable, because the
@@ -83,12 +86,20 @@ def require_convergence(config: Config, what: str) -> None:
 
 
 class DifferenceGather(Custom):
-    """The all-gather of one group of parameters, as differences."""
+    """The all-gather of one group of parameters, as differences.
+
+    In a forward pass the ranks first agree on what changed, because all must send the same parts.
+    """
 
     def __init__(self, block: Block, setting: Differences, state: State, plain: Any) -> None:
         super().__init__(block, setting.config, state, plain)
-        self._base = state.bases.add(Base(block, setting.on_cpu))
-        self._exact = replace(Config(bits=EXACT_BITS), algorithm=setting.config.algorithm)
+        self._base = Base(block, setting.on_cpu)
+        self._exact = Config(bits=EXACT_BITS, algorithm=setting.config.algorithm)
+        state.bases.add(self._base)
+
+    def open(self) -> None:
+        """Prepare the base."""
+        self._base.open()
 
     def close(self) -> None:
         """Release the base."""
@@ -106,7 +117,10 @@ class DifferenceGather(Custom):
         if segments is None:
             return self.plain(output_tensor, input_tensor, group, async_op)
         base, name = self._base, f"fsdp/all_gather/{self._block.name}"
-        seed, reductions = self._state.weights_seed(name), self._state.reductions
+        seed = self._state.weights_seed(name)
+        if base.serves_backward:
+            base.copy_to(output_tensor)
+            return None
 
         def send(message: torch.Tensor, parts: list[Segment], asynchronous: bool) -> dist.Work:
             return start(
@@ -124,28 +138,50 @@ class DifferenceGather(Custom):
 
         own = input_tensor.clone()  # FSDP's input is a part of the output
         sent = [Segment(0, own.numel(), self._exact)]
-        if (loaded := base.loaded(own)) is not None:
+        changes = self._agreed(own, loaded := base.loaded(own), group)
+        if loaded is not None:
             send(loaded, sent, False).wait()
-            base.restore(output_tensor, reductions)
-        changed = base.changed(reductions)
-        if changed is None:
-            finish = functools.partial(base.replace, output_tensor)
+            base.replace(output_tensor)
+        if Change.REPLACED in changes:
+            message, change_base = own, functools.partial(base.replace, output_tensor)
         else:
-            sent = [each for each, differs in zip(segments, changed, strict=True) if differs]
+            sent = [each for each, change in zip(segments, changes, strict=True) if change]
             if not sent:
                 base.copy_to(output_tensor)
                 return None
             exact = [(each.config or self._config).bits == EXACT_BITS for each in sent]
-            base.subtract_from(own, sent, exact, group.rank())
-            finish = functools.partial(base.add, output_tensor, sent, exact)
-        base.note(reductions)
+            message = own.clone()
+            base.subtract_from(message, sent, exact)
+            change_base = functools.partial(base.add, output_tensor, sent, exact)
+        reductions = self._state.reductions
+
+        def finish() -> None:
+            change_base()
+            base.note(own, reductions)
+
         # As for other gathers, asynchronous on the CPU in any case.
         asynchronous = async_op or own.device.type == "cpu"
-        work = _Gather(send(own, sent, asynchronous), finish)
+        work = _Gather(send(message, sent, asynchronous), finish)
         if asynchronous:
             return work
         work.finish()
         return None
+
+    def _agreed(
+        self, own: torch.Tensor, loaded: torch.Tensor | None, group: dist.ProcessGroup
+    ) -> list[int]:
+        """Return how each parameter changed on any rank."""
+        changes = self._base.changes(own, loaded, self._state.reductions)
+        has = int(loaded is not None)
+        flags = np.array([*changes, has, -has], np.float32)
+        name = f"fsdp/changes/{self._block.name}"
+        *changed, most, least = communicator_of(group).allreduce(flags, "max", _EXACT, name=name)
+        if most != -least:
+            raise InvalidArgument(
+                f"module '{self._block.name}': the state of fsdp.compress() was loaded on some "
+                "ranks only: call load_state_dict() on all of them"
+            )
+        return list(map(int, changed))
 
 
 class _Gather(dist.Work):

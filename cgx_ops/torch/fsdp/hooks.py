@@ -32,7 +32,7 @@ from cgx_ops.torch.averaging.reports import report_layers
 from cgx_ops.torch.backend.groups import communicator_of
 from cgx_ops.torch.fsdp.all_reduce import install_hooks, remove_hooks
 from cgx_ops.torch.fsdp.block import Block, rows_of
-from cgx_ops.torch.fsdp.custom import Custom, plain_of
+from cgx_ops.torch.fsdp.custom import Custom, plain_of, replace_by
 from cgx_ops.torch.fsdp.differences import DifferenceGather, Differences, require_convergence
 from cgx_ops.torch.fsdp.feedback import Feedback
 from cgx_ops.torch.fsdp.power_sgd import PowerSGD
@@ -171,6 +171,7 @@ def compress(
     }
     state.modules = {name for name, _ in groups.values()}
     reducing: list[Block] = []
+    installed: list[tuple[FSDPModule, tuple[Any, Any], tuple[Any, Any]]] = []
     for group, (name, module) in groups.items():
         block = functools.partial(Block, name, group, names)
         gather: Any
@@ -178,7 +179,8 @@ def compress(
         if any(parameter.trainable for parameter in parallel.fsdp_parameters(group)):
             state.trained.add(name)
         state.everywhere &= parallel.fsdp_mesh_size(group) == dist.get_world_size()
-        gather, reduce = map(plain_of, parallel.fsdp_communications(group))
+        old = parallel.fsdp_communications(group)
+        gather, reduce = map(plain_of, old)
         if isinstance(weights, Differences):
             gather = DifferenceGather(block(gathered, weights.config), weights, state, gather)
         elif weights is not None:
@@ -187,8 +189,7 @@ def compress(
             reducing.append(block(reduced, gradients))
             reduce = _ReduceScatter(reducing[-1], gradients, state, reduce)
             reduce.before_first = functools.cache(functools.partial(_report, reducing, gradients))
-        module.set_custom_all_gather(gather)
-        module.set_custom_reduce_scatter(reduce)
+        installed.append((module, old, (gather, reduce)))
     if adaptive is not None and not state.everywhere:
         raise InvalidArgument(
             "adaptive bits: modules are sharded over some of the ranks only, which would choose "
@@ -205,6 +206,10 @@ def compress(
         state.everywhere = (
             state.replicas.shards * state.replicas.group.size() == dist.get_world_size()
         )
+    for module, old, new in installed:  # all arguments are valid
+        gather, reduce = map(replace_by, old, new)
+        module.set_custom_all_gather(gather)
+        module.set_custom_reduce_scatter(reduce)
     return state
 
 

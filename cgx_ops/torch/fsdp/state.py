@@ -82,8 +82,7 @@ class State:
         """Return the attributes for pickles, without those of this process."""
         if self._adaptation is not None:
             self._adaptation.settle()
-        bases = self.bases.apart(self.reductions)
-        return self.__dict__ | {"_adaptation": None, "bases": bases}
+        return self.__dict__ | {"_adaptation": None}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint: counts, and with error feedback this rank's residuals.
@@ -103,7 +102,7 @@ class State:
                 self._adaptation.settle()
             saved |= {"steps": self._steps, "adaptive": copy.deepcopy(self.adaptive)}
         if self.bases:
-            saved["bases"] = self.bases.state_dict(self.reductions)
+            saved["bases"] = self.bases.state_dict()
         if self.replicas is not None:
             saved["replicas"] = self.replicas.state_dict()
         return saved
@@ -143,10 +142,10 @@ class State:
             by_layer.append(dict.fromkeys(adaptive.names))
         names = {*self.modules, *self.parameters}
         require_layers("fsdp.State", by_layer, names, strict=strict)
-        if self.bases:
-            self.bases.load_state_dict(state_dict["bases"], strict)
+        parts = self.bases.checked(state_dict["bases"], strict) if self.bases else {}
         if self.replicas is not None:
             self.replicas.load_for(state_dict["replicas"], self.parameters, strict=strict)
+        self.bases.load(parts)
         self.kept = kept
         if adaptive is not None:
             adaptive.keep(names)
@@ -224,7 +223,7 @@ class State:
 
     @property
     def base_nbytes(self) -> int:
-        """The bytes of this rank's copies of the gathered weights, for differences of weights."""
+        """The bytes of this rank's copies of weights for differences, after the first gather."""
         return self.bases.nbytes
 
     @property

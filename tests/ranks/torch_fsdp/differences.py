@@ -1,15 +1,14 @@
 """Weights that are gathered as differences.
 
-1. the weights that ranks compute with, and what is sent
+1. the weights of forward and backward, and what is sent
 2. training
 3. checkpoints
 4. invalid settings
 """
 
-import copy
 import pickle
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -36,6 +35,7 @@ from .common import FEW, Model, batch, equals_the_oracle, full, recorded, sharde
 from .messages import equal_in
 from .refusals import refuses
 
+foreach_mul: Any = getattr(torch, "_foreach_mul_")  # noqa: B009
 NEAREST = replace(FEW, rounding="nearest")
 FOUR = fsdp.Differences(NEAREST)
 
@@ -104,7 +104,8 @@ def differences_equal_the_oracle() -> None:
                 sent = gathered_matrix(message)
                 whole[name] = sent if step == 0 else whole[name] + sent
                 assert tc.same_bits(whole[name], used[0][name]), (policy, step)
-        assert state.base_nbytes == sum(padded(p) for p in model.parameters()) * dtype.itemsize
+        ranks, numel = dist.get_world_size(), sum(padded(p) for p in model.parameters())
+        assert state.base_nbytes == (numel + numel // ranks) * dtype.itemsize
 
 
 def gathered_matrix(message: Any) -> torch.Tensor:
@@ -171,10 +172,8 @@ def unchanged_weights_are_not_sent() -> None:
     everything = [[32]] * 4
     trained = [[4, 32], [4, 32], [32, 32, 4, 32]]  # of the root, and of the blocks 1 and 2
     assert gathers(lambda: run(model, 0, optimizer)) == everything
-    model.set_requires_gradient_sync(False)
     assert gathers(lambda: run(model, 1)) == trained
     assert gathers(lambda: run(model, 2)) == []
-    model.set_requires_gradient_sync(True)
     assert gathers(lambda: run(model, 3, optimizer)) == []
     with torch.no_grad():
         assert gathers(lambda: model(x)) == trained
@@ -183,16 +182,27 @@ def unchanged_weights_are_not_sent() -> None:
         assert gathers(lambda: model(x)) == []
     assert gathers(lambda: run(model, 2, optimizer)) == []
 
+    def exact_in_forward(change: Callable[[], object], sent: list[list[int]]) -> None:
+        with weights_used(model) as used, torch.no_grad():
+            change()
+            assert gathers(lambda: model(x)) == sent
+        for block in model.blocks[-1:]:
+            assert tc.same_bits(used[-1][f"{id(block.linear)}"], full(block.linear.weight))
+
+    last = list(model.blocks[2].parameters())
+    local: Any = last[0].detach()
     exact = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    with weights_used(model) as used, torch.no_grad():
-        model.load_state_dict(exact)
-        assert gathers(lambda: model(x)) == everything
-    for block in model.blocks:
-        assert tc.same_bits(used[-1][f"{id(block.linear)}"], full(block.linear.weight))
+    exact_in_forward(lambda: model.load_state_dict(exact), everything)
+    exact_in_forward(lambda: [p.mul_(1.5) for p in last], [[32]])
+    exact_in_forward(lambda: foreach_mul(last, 1.5), [[32]])
+    exact_in_forward(lambda: local.to_local().add_(dist.get_rank() == 0), [[32]])
+    run(model, 3)
+    model.load_state_dict({name: torch.nan * tensor for name, tensor in exact.items()})
     with torch.no_grad():
-        for p in model.blocks[2].parameters():
-            p.mul_(1.5)
-        assert gathers(lambda: model(x)) == [[32]]
+        model(x)
+    run(model, 3)  # the backup is loaded as if it were trained
+    exact_in_forward(lambda: [p.copy_(exact[n]) for n, p in model.named_parameters()], everything)
+    optimizer.zero_grad()
     run(model, 3, optimizer)
     fsdp.compress(model, FEW, FOUR)
     with torch.inference_mode():
@@ -281,11 +291,12 @@ def resumed_differences_are_bitwise_equal() -> None:
                     run(model, step, optimizer)
             for kind in ("checkpoint", "pickle", "without"):
                 model, optimizer, state = start_of_training(**options)
-                restore(
-                    folder, model, optimizer, copy.copy(state) if kind != "checkpoint" else state
-                )
+                own = state if kind == "checkpoint" else fsdp.compress(model, FEW, FOUR)
+                restore(folder, model, optimizer, own)
                 if kind == "pickle":
-                    state.load_state_dict(pickled)
+                    own.load_state_dict(pickled)
+                if kind == "without":
+                    fsdp.compress(model, FEW, FOUR)
                 with weights_used(model) as got:
                     for step in range(3, 6):
                         run(model, step, optimizer)
@@ -341,10 +352,31 @@ def bad_differences() -> None:
     state = fsdp.compress(model, FEW, FOUR)
     refuses(lambda: state.load_state_dict(plain), InvalidArgument, "without differences of weights")
     saved = state.state_dict()
-    saved["bases"]["parts"]["other"] = torch.ones(3)
+    saved["bases"]["base"]["other"] = torch.ones(3)
     refuses(lambda: state.load_state_dict(saved), InvalidArgument, "'other'")
+
+
+def state_loaded_on_one_rank() -> None:
+    """Check that all ranks raise, and that weights loaded after a state are used."""
+    model, optimizer, state = start_of_training()
+    run(model, 0, optimizer)
+    saved = state.state_dict()
+    other = {name: 3 * tensor for name, tensor in model.state_dict().items()}
+    if dist.get_rank() == 0:
+        state.load_state_dict(saved)
+    refuses(lambda: model(batch(1)[0]), InvalidArgument, "loaded on some ranks only")
+    model, optimizer, state = start_of_training()
+    state.load_state_dict(saved)
+    model.load_state_dict(other)
+    with weights_used(model) as used, torch.no_grad():
+        model(batch(1)[0])
+    for index, block in enumerate(model.blocks):
+        exact = full(other[f"blocks.{index}.linear.weight"])
+        error = (used[-1][f"{id(block.linear)}"] - exact).abs().max()
+        assert error < exact.abs().max() / 10  # 4 bits of a difference of 2/3 of the weights
 
 
 CHECKS = [differences_equal_the_oracle, unchanged_weights_are_not_sent, replicas_do_not_drift]
 CHECKS += [all_training_modes_with_differences, replicas_of_shards, bad_differences]
+CHECKS += [state_loaded_on_one_rank]
 CHECKS += [resumed_differences_are_bitwise_equal, differences_fit_any_number_of_shards]
