@@ -99,7 +99,7 @@ def train(bits: int, epochs: int, seed: int, backend: str) -> dict[str, Any]:
         loss = nn.functional.cross_entropy(compiled(images), labels)
         # The gradient of a sum over ranks adds the gradients of all ranks' losses, which are equal.
         (loss / size).backward()
-        for parameter in model.replicated():  # each rank has the part of its own heads and units
+        for parameter in model.replicated():  # has the part of this rank's heads and units
             assert parameter.grad is not None
             parameter.grad = all_reduce(parameter.grad, bits=32)
         return loss

@@ -79,7 +79,8 @@ constexpr ConfigField kTable[] = {
      .words = kAlgorithms,
      .accepted = "one of 'auto', 'one_shot', 'sra', 'ring', 'hierarchical', 'by_hosts'",
      .documentation =
-         "the routes of values; 'auto' chooses by size and hosts, 'by_hosts' by hosts only"},
+         "of an allreduce, reduce_scatter or all_gather; 'auto' chooses by size and hosts, "
+         "'by_hosts' by hosts only"},
     {.name = "gather_bits",
      .value = &cgx_config_t::gather_bits,
      .words = kNone,

@@ -23,7 +23,7 @@ _PARTS = ("base", "gathered")  # of a parameter, in a checkpoint
 
 
 class Change(IntEnum):
-    """How a parameter changed since the last gather. Of several ranks' values, the largest counts.
+    """How a parameter changed since the last gather. The largest value of all ranks counts.
 
     Attributes:
         NONE: it did not; nothing is sent.

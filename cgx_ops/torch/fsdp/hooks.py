@@ -101,8 +101,8 @@ def compress(
             process group, or `feedback` or `adaptive` does not fit `gradients`. Also if `replicas`
             do not have this rank's shards, or `replica_gradients` has no `replicas`.
         ValueError: a module shards its parameters over several meshes.
-        TypeError: `gradients` is not a Config, `weights` is neither a Config nor a Differences, or
-            `rules` is not a Rules. With `replicas`, also if parameters are not on the CPU.
+        TypeError: `gradients`, `weights` or `rules` is of another type. With `replicas`, also if
+            parameters are not on the CPU.
 
     Example:
         >>> import torch

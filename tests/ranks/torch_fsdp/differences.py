@@ -1,6 +1,6 @@
 """Weights that are gathered as differences.
 
-1. the weights of forward and backward, and what is sent
+1. the weights of forward and backward, and the messages
 2. training
 3. checkpoints
 4. invalid settings
