@@ -199,6 +199,11 @@ def fsdp_all_reduces(group: Any) -> bool:
     return group.all_reduce_grads
 
 
+def fsdp_divide_factor(group: Any) -> float | None:
+    """Return what FSDP divides the sum of a group's gradients by; None: the number of ranks."""
+    return group.gradient_divide_factor
+
+
 def fsdp_all_reduce_hook(group: Any) -> Callable[[torch.Tensor], None] | None:
     """Return the function that FSDP calls with a group's reduced gradients."""
     return group._all_reduce_hook

@@ -1,11 +1,15 @@
 """Exact collectives of a process group, even inside a compressed() block."""
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from cgx_ops._core.consistency import Gather
+from cgx_ops._core.refusal import reason_of
+from cgx_ops.errors import InvalidArgument
 from cgx_ops.torch.backend import process_group
 
 
@@ -19,6 +23,32 @@ def gather_over(group: dist.ProcessGroup) -> Gather:
         return everyones
 
     return gather
+
+
+@contextlib.contextmanager
+def raised_on_all(caller: str, *groups: dist.ProcessGroup) -> Iterator[None]:
+    """Raise an error of the block on all ranks, so that none waits for a failed one. Collective.
+
+    Args:
+        caller: start of the error text on the other ranks.
+        groups: the first one exchanges the errors of its ranks, the next one what these found, and
+            so on: shards and replicas of a mesh together reach all its ranks.
+
+    Raises:
+        InvalidArgument: the block failed on another rank only.
+    """
+    own, reason = None, ""
+    try:
+        yield
+    except Exception as error:
+        own, reason = error, f"rank {dist.get_rank()} failed: {reason_of(error)}"
+    for group in groups:
+        found = gather_over(group)(reason.encode())
+        reason = reason or next(filter(None, found), b"").decode()
+    if own is not None:
+        raise own
+    if reason:
+        raise InvalidArgument(f"{caller}: {reason}")
 
 
 def all_gather_over(group: dist.ProcessGroup, x: torch.Tensor) -> torch.Tensor:

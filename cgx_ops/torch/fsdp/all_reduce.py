@@ -11,7 +11,7 @@ from cgx_ops import Config, Rules
 from cgx_ops._core.consistency import require_same
 from cgx_ops.errors import InvalidArgument
 from cgx_ops.torch._compat import parallel
-from cgx_ops.torch.averaging.exact import gather_over
+from cgx_ops.torch.averaging.exact import gather_over, raised_on_all
 from cgx_ops.torch.averaging.state import ranks_of
 from cgx_ops.torch.backend import process_group
 from cgx_ops.torch.backend.groups import communicator_of
@@ -31,12 +31,14 @@ class _AllReduce:
 
     def __call__(self, part: torch.Tensor) -> None:
         """Average this rank's part of the gradients; without all-reduce, add it to the next one."""
-        if parallel.fsdp_all_reduces(self._group):
-            earlier, self._earlier = self._earlier, None
-            self._replicas.average_part(self._block, part, earlier)
+        if not parallel.fsdp_all_reduces(self._group):
+            self._earlier = part.clone() if self._earlier is None else self._earlier.add_(part)
+            part.zero_()
             return
-        self._earlier = part.clone() if self._earlier is None else self._earlier.add_(part)
-        part.zero_()
+        self._replicas.average_part(self._block, part, self._earlier)
+        self._earlier = None  # not before: a failed average may be repeated
+        if parallel.fsdp_divide_factor(self._group) is not None:
+            part.mul_(self._replicas.group.size())  # FSDP then sums over replicas
 
 
 def remove_hooks(modules: Mapping[Any, Any]) -> None:
@@ -60,6 +62,9 @@ def install_hooks(
 ) -> Replicas:
     """Average the gradients of all modules over replicas, and make the replicas' weights equal.
 
+    Hooks of an earlier compress() are replaced, unless this raises. An error on one rank is raised
+    on all ranks.
+
     Args:
         modules: the FSDPModule of each group of parameters.
         blocks: the layout of each group of parameters.
@@ -73,7 +78,7 @@ def install_hooks(
 
     Raises:
         InvalidArgument: the ranks do not fit the modules, a module has another all-reduce hook, or
-            replicas differ in their shards, parameters or settings.
+            replicas differ in their shards, parameters or settings. Also if another rank failed.
         TypeError: `replicas` or `settings` has another type, or a parameter is not on the CPU.
     """
     if not isinstance(settings, PowerSGD | Config | None):
@@ -85,10 +90,13 @@ def install_hooks(
     state = Replicas(settings, ranks, rules, seed)
     state.blocks = list(blocks.values())
     state.shards = state.blocks[0].ranks.size()
-    for group, block in blocks.items():
-        _require_fit(group, block, ranks, state.blocks[0])
+    shards = state.blocks[0].ranks
+    with raised_on_all(_CALLER, shards, ranks):
+        for group, block in blocks.items():
+            _require_fit(group, block, ranks, state.blocks[0])
     communicator_of(ranks)
-    _require_same(state)
+    with raised_on_all(_CALLER, shards):
+        _require_same(state)
     with process_group.uncompressed():
         for group in modules:
             for shard in parallel.fsdp_shards(group):
@@ -134,7 +142,7 @@ def _require_fit(group: Any, block: Block, replicas: dist.ProcessGroup, first: B
             "rank and the ranks with the same shard in other replicas, which is "
             'mesh["replicate"] if fully_shard got mesh["shard"] of the same mesh'
         )
-    if parallel.fsdp_all_reduce_hook(group) is not None:
+    if not isinstance(parallel.fsdp_all_reduce_hook(group), _AllReduce | None):
         raise InvalidArgument(
             f"{where} has an all-reduce hook already: with replicas, leave set_all_reduce_hook out"
         )

@@ -196,8 +196,9 @@ def compress(
             "different bits for the same parameters: leave `adaptive` out"
         )
     modules = {group: module for group, (_, module) in groups.items()}
-    remove_hooks(modules)
-    if replicas is not None:
+    if replicas is None:
+        remove_hooks(modules)
+    else:
         exact = Config(bits=EXACT_BITS)
         blocks = {g: Block(name, g, names, gathered, exact) for g, (name, _) in groups.items()}
         state.replicas = install_hooks(

@@ -16,7 +16,8 @@ from cgx_ops import Config, Rules, Segment
 from cgx_ops._core.consistency import require_same
 from cgx_ops._core.log import Tensors
 from cgx_ops._core.tables import EXACT_BITS
-from cgx_ops.errors import InvalidArgument
+from cgx_ops.errors import InvalidArgument, MismatchError
+from cgx_ops.torch._compat.parallel import group_or_default
 from cgx_ops.torch.averaging.arithmetic import full_precision
 from cgx_ops.torch.averaging.exact import all_gather_over, gather_over
 from cgx_ops.torch.averaging.layers import Layer, segments_of
@@ -91,7 +92,8 @@ class Replicas(LowRankState):
         Raises:
             InvalidArgument: `earlier` has another size, or the factors or residuals belong to
                 another model or rank.
-            RuntimeError: a peer is late or lost, or passed other gradients.
+            MismatchError: replicas have gradients of different parameters.
+            RuntimeError: a peer is late or lost.
         """
         if part.dtype not in DTYPES:
             block.averaged(part.numel(), part.dtype)  # warns
@@ -115,7 +117,7 @@ class Replicas(LowRankState):
                 future = Exchange(
                     _CALLER, self, self._bucket(block, parameters, part, name)
                 ).start()
-        future.wait()
+        _wait(future)
         if parameters is not None:
             self.counts[block.name] = step + 1
 
@@ -179,23 +181,31 @@ class Replicas(LowRankState):
             InvalidArgument: ranks have residuals of different parameters.
         """
         known = self.residuals.tensors
+        if self.blocks:
+            self._require_same_residuals()
         if not self.residuals.consolidated and self.blocks:
-            ranks = self.blocks[0].ranks
-            require_same(
-                "consolidate",
-                {
-                    f"a residual of '{name}', elements:": known[name].numel()
-                    for name in sorted(known)
-                },
-                gather_over(ranks),
-                "Call consolidate() after the same step on all ranks",
-                error=InvalidArgument,
-            )
             self.residuals.consolidate(self.group)
             for parameter in self._parameters():
-                blocks = all_gather_over(ranks, known[parameter.name])
+                blocks = all_gather_over(self.blocks[0].ranks, known[parameter.name])
                 known[parameter.name] = parameter.cut_from(blocks).flatten()
         self.factors = Factors()
+
+    def _require_same_residuals(self) -> None:
+        """Require that all ranks, of all shards and replicas, have the same parameters' residuals.
+
+        Collective over all ranks, so that all of them raise.
+        """
+        sizes = sorted((name, x.numel()) for name, x in self.residuals.tensors.items())
+        require_same(
+            "consolidate",
+            {
+                "consolidated residuals": self.residuals.consolidated,
+                **{f"a residual of '{name}', elements:": numel for name, numel in sizes},
+            },
+            gather_over(group_or_default(None)),
+            "Call consolidate() after the same step on all ranks",
+            error=InvalidArgument,
+        )
 
     def _parameters(self) -> list[Parameter]:
         """Return the parameters that have residuals, each as the only one of its block."""
@@ -299,6 +309,19 @@ class Replicas(LowRankState):
         self.__init__(state["settings"])
         self.shards = state["shards"]
         self.__dict__.update(self.restored(state))
+
+
+def _wait(future: torch.futures.Future[torch.Tensor]) -> None:
+    try:
+        future.wait()
+    except RuntimeError as error:
+        _, _, text = str(error).partition("MismatchError: ")  # a future has only the text
+        if not text:
+            raise
+        raise MismatchError(
+            f"{text.splitlines()[0]}. If replicas have gradients of different parameters, call "
+            "set_reduce_scatter_unused_params(True) on the module"
+        ) from error
 
 
 def _add(part: torch.Tensor, earlier: torch.Tensor | None) -> None:

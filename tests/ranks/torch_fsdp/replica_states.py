@@ -15,15 +15,17 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 
-from cgx_ops import InvalidArgument, Rules
+from cgx_ops import InvalidArgument, MismatchError, Rules
 from cgx_ops.torch import fsdp
+from cgx_ops.torch._compat import parallel
 from cgx_ops.torch.averaging.power_sgd import exchange
 
-from .common import FEW, Model, batch, sharded
+from .common import FEW, Model, batch, same_on_all_ranks, sharded, weights
 from .feedback import LEVELS, parts_of, resumes, train
 from .refusals import refuses
-from .replicas import TOPK, layouts, mesh_of
+from .replicas import TOPK, layouts, mesh_of, replicated
 
 BOTH = fsdp.PowerSGD(rank=2, start=1, config=TOPK)
 
@@ -188,6 +190,111 @@ def failure_on_one_rank() -> None:
     train(again, range(1))
 
 
+def failed_average_keeps_earlier_batches() -> None:
+    """Refuse an average on rank 1; when it is repeated, it has the values of an undisturbed one.
+
+    The hook is called directly, because FSDP2 cannot use a model whose backward has failed.
+    """
+    mesh = mesh_of(dist.get_world_size())
+    averages = []
+    for fails in (False, True):
+        torch.manual_seed(5)
+        model: Any = fully_shard(nn.Linear(33, 10), mesh=mesh["shards"])
+        fsdp.compress(model, None, replicas=mesh["replicas"], replica_gradients=FEW)
+        (group,) = parallel.fsdp_groups(model)
+        hook = parallel.fsdp_all_reduce_hook(group)
+        assert hook is not None
+        for step in range(3):
+            model.set_requires_all_reduce(step == 2)
+            part = tc.values(dist.get_rank(), 340, torch.float32, step)
+            if fails and step == 2:
+                with contextlib.ExitStack() as stack:
+                    failing = dist.get_rank() == 1
+                    if failing:
+                        accident = ValueError("an accident")
+                        patch = mock.patch.object(exchange, "plan_of", side_effect=accident)
+                        stack.enter_context(patch)
+                    kind = ValueError if failing else RuntimeError
+                    refuses(partial(hook, part.clone()), kind, "an accident")
+            hook(part)
+        averages.append(part)
+    assert tc.same_bits(*averages)
+
+
+def error_on_one_rank() -> None:
+    """Check that all ranks raise what is wrong on the last one, and that its peers can continue.
+
+    Its shard has an all-reduce hook, and it has another seed.
+    """
+    mesh, last = mesh_of(2), dist.get_world_size() - 1
+    failing = dist.get_rank() == last
+    model = sharded(Model(), mesh=mesh["shards"])
+    hook: Any = print if failing else None
+    model.set_all_reduce_hook(hook)
+    compress = partial(fsdp.compress, model, None, replicas=mesh["replicas"])
+    where = "" if failing else f"rank {last} failed: InvalidArgument: "
+    refuses(compress, InvalidArgument, f"{where}the root module has an all-reduce hook already")
+    none: Any = None
+    model.set_all_reduce_hook(none)
+    peer = last // 2
+    words = f"rank {peer} has seed 0, rank {last} has 1"
+    refuses(partial(compress, seed=int(failing)), InvalidArgument, words)
+    compress()
+    train(model, range(1))
+    assert same_on_all_ranks(weights(model))
+
+
+def invalid_call_keeps_the_average() -> None:
+    """Check that replicas still train together after a compress() that raised."""
+    mesh = mesh_of(2)
+    model, state = compressed(mesh, BOTH)
+    replica = mesh["replicas"].get_local_rank()
+    again = partial(fsdp.compress, model, LEVELS, replicas=mesh["replicas"], seed=replica)
+    refuses(again, InvalidArgument, "has seed 0")
+    train(model, range(2))
+    assert same_on_all_ranks(weights(model))
+    assert state.replicas is not None and set(state.replicas.counts.values()) == {2}
+
+
+def different_residuals_are_refused() -> None:
+    """Remove a residual on one rank; consolidate() raises on all ranks."""
+    model, state = compressed(mesh_of(2), BOTH)
+    train(model, range(2))
+    assert state.replicas is not None
+    last = dist.get_world_size() - 1
+    if dist.get_rank() == last:
+        del state.replicas.residuals.tensors["head.weight"]
+    words = f"rank {last} has nothing"
+    refuses(state.consolidate, InvalidArgument, words)
+
+
+def different_parameters() -> None:
+    """Use a parameter on the second replica only: all ranks raise the remedy, which works."""
+    mesh = mesh_of(2)
+
+    class Extra(Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.extra = nn.Linear(33, 10)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            logits = super().forward(x)
+            return logits + self.extra(x) if mesh["replicas"].get_local_rank() else logits
+
+    for settings in (None, FEW, BOTH):
+        for remedied in (False, True):
+            model, _ = replicated(mesh, settings, Extra())
+            model.set_reduce_scatter_unused_params(remedied)
+            if remedied:
+                train(model, range(2))
+                assert same_on_all_ranks(weights(model))
+                continue
+            x, y = batch(0)
+            loss = nn.functional.cross_entropy(model(x), y)
+            words = "call set_reduce_scatter_unused_params(True) on the module"
+            refuses(loss.backward, MismatchError, words)
+
+
 def logged() -> None:
     """Check that a state is small and by name, and that the rate is that of the formula."""
     mesh = mesh_of(dist.get_world_size())
@@ -204,4 +311,6 @@ def logged() -> None:
 
 CHECKS: list[Callable[[], None]] = [resumed_bits_are_equal, consolidated_residuals_fit_any_layout]
 CHECKS += [other_layouts_are_refused, invalid_replicas, repeated_compress, failure_on_one_rank]
+CHECKS += [failed_average_keeps_earlier_batches, error_on_one_rank]
+CHECKS += [invalid_call_keeps_the_average, different_residuals_are_refused, different_parameters]
 CHECKS += [logged]

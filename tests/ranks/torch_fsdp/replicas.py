@@ -27,7 +27,7 @@ from cgx_ops.methods import low_rank
 from cgx_ops.torch import fsdp
 from cgx_ops.torch.fsdp.replicas import Replicas
 
-from .common import FEW, Model, batch, full, same_on_all_ranks, sharded, weights
+from .common import EXACT, FEW, Model, batch, full, same_on_all_ranks, sharded, weights
 from .feedback import train
 from .refusals import warned
 
@@ -340,5 +340,34 @@ def accumulates() -> None:
             assert set(state.counts.values()) == {2}, "each way averages once"
 
 
+def divide_factors_equal_native() -> None:
+    """Compare gradients with native HSDP's to the bit, with factors and with forced sums.
+
+    With a factor, native HSDP sums over the replicas. An average over 2 or 4 of them, multiplied by
+    their number, has the same bits. EXACT on both sides, because gloo has no PREMUL_SUM.
+    """
+    half = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
+    meshes = [mesh for mesh in layouts() if mesh["replicas"].size() in (1, 2, 4)]
+    for mesh, policy in itertools.product(meshes, (MixedPrecisionPolicy(), half)):
+        size = float(mesh["shards"].size())
+        for factor, sums in itertools.product((None, 1.0, 3.0, size), (False, True)):
+            native = sharded(Model(), mesh=mesh, mp_policy=policy)
+            ours = sharded(Model(), mesh=mesh["shards"], mp_policy=policy)
+            fsdp.compress(native, EXACT)
+            fsdp.compress(ours, EXACT, replicas=mesh["replicas"], replica_gradients=None)
+            x, y = batch(0)
+            gradients = []
+            for model in (native, ours):
+                for module in (model, *model.blocks):
+                    if factor is not None:
+                        module.set_gradient_divide_factor(factor)
+                    module.set_force_sum_reduction_for_comms(sums)
+                nn.functional.cross_entropy(model(x), y).backward()
+                gradients.append([p.grad.full_tensor() for p in model.parameters()])
+            same = [tc.same_bits(want, got) for want, got in zip(*gradients, strict=True)]
+            assert all(same), (mesh, policy, factor, sums)
+
+
 CHECKS = [exact_equals_native, matches_reference, full_rank_is_exact, conservation]
 CHECKS += [few_bits_by_rule, replicas_stay_equal, odd_layers, accumulates]
+CHECKS += [divide_factors_equal_native]
