@@ -204,9 +204,9 @@ def failed_average_keeps_earlier_batches() -> None:
         (group,) = parallel.fsdp_groups(model)
         hook = parallel.fsdp_all_reduce_hook(group)
         assert hook is not None
-        for step in range(3):
+        parts = [tc.values(dist.get_rank(), 340, torch.float32, step) for step in range(3)]
+        for step, part in enumerate(parts):
             model.set_requires_all_reduce(step == 2)
-            part = tc.values(dist.get_rank(), 340, torch.float32, step)
             if fails and step == 2:
                 with contextlib.ExitStack() as stack:
                     failing = dist.get_rank() == 1
@@ -217,7 +217,7 @@ def failed_average_keeps_earlier_batches() -> None:
                     kind = ValueError if failing else RuntimeError
                     refuses(partial(hook, part.clone()), kind, "an accident")
             hook(part)
-        averages.append(part)
+        averages.append(parts[-1])
     assert tc.same_bits(*averages)
 
 
