@@ -81,21 +81,19 @@ def install_hooks(
             replicas differ in their shards, parameters or settings. Also if another rank failed.
         TypeError: `replicas` or `settings` has another type, or a parameter is not on the CPU.
     """
-    if not isinstance(settings, PowerSGD | Config | None):
-        raise TypeError(
-            f"replica_gradients is {settings!r}; it must be a fsdp.PowerSGD, a cgx_ops.Config, or "
-            "None"
-        )
-    ranks = _group_of(replicas)
-    state = Replicas(settings, ranks, rules, seed)
-    state.blocks = list(blocks.values())
-    state.shards = state.blocks[0].ranks.size()
-    shards = state.blocks[0].ranks
-    with raised_on_all(_CALLER, shards, ranks):
+    ranks, first = _group_of(replicas), next(iter(blocks.values()))
+    with raised_on_all(_CALLER, first.ranks, ranks):
+        if not isinstance(settings, PowerSGD | Config | None):
+            raise TypeError(
+                f"replica_gradients is {settings!r}; it must be a fsdp.PowerSGD, a cgx_ops.Config, "
+                "or None"
+            )
         for group, block in blocks.items():
-            _require_fit(group, block, ranks, state.blocks[0])
+            _require_fit(group, block, ranks, first)
     communicator_of(ranks)
-    with raised_on_all(_CALLER, shards):
+    state = Replicas(settings, ranks, rules, seed)
+    state.blocks, state.shards = list(blocks.values()), first.ranks.size()
+    with raised_on_all(_CALLER, first.ranks):
         _require_same(state)
     with process_group.uncompressed():
         for group in modules:

@@ -222,9 +222,9 @@ def failed_average_keeps_earlier_batches() -> None:
 
 
 def error_on_one_rank() -> None:
-    """Check that all ranks raise what is wrong on the last one, and that its peers can continue.
+    """Check that all ranks raise what is wrong on the last one, and that all can continue.
 
-    Its shard has an all-reduce hook, and it has another seed.
+    It has an all-reduce hook, then invalid settings, then another seed.
     """
     mesh, last = mesh_of(2), dist.get_world_size() - 1
     failing = dist.get_rank() == last
@@ -236,6 +236,9 @@ def error_on_one_rank() -> None:
     refuses(compress, InvalidArgument, f"{where}the root module has an all-reduce hook already")
     none: Any = None
     model.set_all_reduce_hook(none)
+    wrong: Any = 4 if failing else FEW
+    kind = TypeError if failing else InvalidArgument
+    refuses(partial(compress, replica_gradients=wrong), kind, "replica_gradients is 4; it must")
     peer = last // 2
     words = f"rank {peer} has seed 0, rank {last} has 1"
     refuses(partial(compress, seed=int(failing)), InvalidArgument, words)
