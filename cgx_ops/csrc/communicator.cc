@@ -189,7 +189,9 @@ std::shared_ptr<Collective> Communicator::planned(const cgx_collective_t& call) 
   auto collective = named(call);
   collective->bytes_in = made.bytes_in();
   collective->bytes_plain = made.bytes_plain();
-  collective->counts = !call.peer || call.input_splits[*call.peer] + call.output_splits[*call.peer];
+  collective->announcement =
+      call.peer && call.input_splits[*call.peer] + call.output_splits[*call.peer] == 0;
+  collective->counts = !collective->announcement;
   if (engine_) {
     collective->agreement = make_agreement(call, made);
     collective->algorithm = make_algorithm(std::move(made));

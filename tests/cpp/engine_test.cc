@@ -1,6 +1,7 @@
 // The engine with threads as ranks: results, named collectives in any order, mismatches, missing
 // and leaving ranks. `make sanitize` runs it under ThreadSanitizer and AddressSanitizer.
 #include <algorithm>
+#include <array>
 #include <chrono>
 #include <numeric>
 #include <random>
@@ -293,6 +294,52 @@ void test_close_while_waiting(const char* transport) {
   ranks.comms.clear();
 }
 
+// Starts a call without elements, which only compares its arguments with `peer`.
+cgx_request_t* announce(int32_t comm, int32_t peer, const char* name) {
+  const int64_t nothing[3] = {};
+  const cgx_segment_t segment{0, 0, 512, 32, 0, nullptr};
+  auto call = cgx::make<cgx_collective_t>();
+  call.comm = comm;
+  call.verb = CGX_ALL_TO_ALL;
+  call.config.bits = 32;
+  call.segments = &segment;
+  call.num_segments = 1;
+  call.name = name;
+  call.occurrence = -1;
+  call.input_splits = call.output_splits = nothing;
+  call.peer = &peer;
+  cgx_request_t* request = nullptr;
+  ok(cgx_start(&call, nullptr, nullptr, &request));
+  return request;
+}
+
+// Rank 1 leaves with an announcement in flight, and rank 0 has one that rank 1 never answers. Only
+// these two end: ranks 0 and 2 go on.
+void test_announcements(const char* transport) {
+  Ranks ranks(3, transport, 60, "announcements");
+  const auto [first, leaving, last] = std::array{ranks.comms[0], ranks.comms[1], ranks.comms[2]};
+  cgx_request_t* const unmet = announce(first, 1, "unmet");
+  cgx_request_t* const ahead = announce(leaving, 0, "ahead");
+  const auto begin = std::chrono::steady_clock::now();
+  ok(cgx_finish());  // waits for neither
+  ok(cgx_comm_close(leaving));
+  const std::chrono::duration<double> waited = std::chrono::steady_clock::now() - begin;
+  CHECK(waited.count() < 30, "%g s", waited.count());
+  ranks.comms.erase(ranks.comms.begin() + 1);
+
+  CHECK(cgx_wait(ahead) == CGX_CLOSED, "%s", cgx_last_error());
+  CHECK(cgx_wait(unmet) == CGX_PEER_FAILED, "%s", cgx_last_error());
+  const std::string error = cgx_last_error();
+  CHECK(error.find("rank 1 is lost: it closed") != std::string::npos, "%s", error.c_str());
+  ok(cgx_wait(announce(first, 1, "ahead")));  // rank 1 had announced it
+  for (const char* name : {"others", "others", "unmet"}) {
+    CHECK(cgx_wait(announce(first, 1, "unmet")) == CGX_PEER_FAILED, "%s", cgx_last_error());
+    cgx_request_t* const answer = announce(last, 0, name);
+    ok(cgx_wait(announce(first, 2, name)));
+    ok(cgx_wait(answer));
+  }
+}
+
 void test_names() {
   int32_t taken[3], other[2];
   ok(cgx_comm_create_local(3, "names", 10, taken));
@@ -318,6 +365,7 @@ int main() {
     test_many_messages(transport);
     test_idle_rank_hands_over(transport);
     test_close_while_waiting(transport);
+    test_announcements(transport);
     std::printf("%s: passed\n", transport);
   }
   for (const char* transport : {"AUTO", "SHM", "TCP"})

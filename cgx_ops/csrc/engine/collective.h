@@ -25,6 +25,9 @@ struct Collective {
   std::unique_ptr<Algorithm> algorithm;
   std::vector<int> members;  // participating ranks of the communicator, this one included
   std::chrono::duration<double> timeout{0};
+  // It only compares arguments with one other rank, and no call waits for it. So the loss of that
+  // rank ends it alone, and so does closing the communicator.
+  bool announcement = false;
   Refused refusal;                        // set if this rank refuses to take part
   bool counts = true;                     // whether totals include it; false for setup of
                                           // communicators

@@ -263,6 +263,7 @@ void Engine::end(Collective& collective, cgx_status_t status, std::string error)
   }
   // notify() checks for the end under the same lock, so it runs before this or after `done`.
   --in_flight_;
+  if (!collective.announcement) --needed_;
   collective.done = true;
   changed_.notify_all();
 }

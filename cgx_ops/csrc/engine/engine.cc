@@ -60,6 +60,7 @@ void Engine::put(const CollectiveRef& collective) {
       collective->started + std::chrono::duration_cast<Clock::duration>(collective->timeout);
   submitted_.push_back(collective);
   ++in_flight_;
+  if (!collective->announcement) ++needed_;
   if (collective->callback) ++callbacks_in_flight_;
   if (role_taken_) transport_->wake();
 }
@@ -101,7 +102,7 @@ void Engine::wait(Collective& collective, Clock::duration at_most) {
 }
 
 void Engine::finish(Clock::duration at_most) {
-  wait_until([&] { return in_flight_ == 0; }, Clock::now() + at_most);
+  wait_until([&] { return needed_ == 0; }, Clock::now() + at_most);
 }
 
 void Engine::require_peers(Clock::duration at_most) {
@@ -159,6 +160,7 @@ void Engine::close(std::chrono::duration<double> at_most) {
   if (thread_.joinable()) thread_.join();
 
   progress();  // accepts the last submissions
+  drop_announcements();
   if (in_flight_) fail_all(CGX_CLOSED, "it was closed on this rank");
   // Also after a failure: peers may not have read the results of earlier collectives yet.
   if (failed_) at_most = std::min<std::chrono::duration<double>>(at_most, kFailedGrace);

@@ -9,8 +9,8 @@
 //   run      Messages drive the algorithm's state machine, in bounded steps. A rank that lacks a
 //            resource cancels the collective on all ranks; other collectives continue.
 //   end      Success or failure. A missed deadline, a lost peer or a malformed message ends all
-//            collectives, closes the communicator and notifies the peers. The callback runs first,
-//            then waiters return.
+//            collectives, closes the communicator and notifies the peers. But the loss of a peer
+//            ends an announcement alone. The callback runs first, then waiters return.
 //
 // One thread at a time holds the progress role: a caller blocked in wait(), otherwise the progress
 // thread. That sleeps while nothing is in flight and nothing remains to be flushed.
@@ -51,7 +51,7 @@ class Engine : private Sink {
   // nothing is in flight.
   void require_peers(Clock::duration at_most);
 
-  // Waits until no collective is in flight, at most for at_most.
+  // Waits until only announcements are in flight, at most for at_most.
   void finish(Clock::duration at_most);
 
   // Waits until peers have read all messages, at most for at_most, then leaves.
@@ -108,6 +108,9 @@ class Engine : private Sink {
   void enqueue(Collective& collective);
   void dequeue(Collective& collective);
   void check_waits();  // checks deadlines and lost peers
+  std::optional<int> lost_member(const Collective& collective) const;  // that it waits for
+  void drop(Collective& announcement, cgx_status_t status, const std::string& reason);
+  void drop_announcements();  // at the close
   void finish(Collective& collective, cgx_status_t status, std::string error);
   void end(Collective& collective, cgx_status_t status, std::string error);
   // `from_peer`: a peer that gave up sent this reason. `cause`: the collective whose deadline
@@ -142,7 +145,7 @@ class Engine : private Sink {
   Totals totals_;
   std::thread thread_;
   std::atomic<bool> closed_{false}, failed_{false}, peer_failed_{false}, peer_lost_{false};
-  std::atomic<int> in_flight_{0};
+  std::atomic<int> in_flight_{0}, needed_{0};  // needed: not announcements
   std::atomic<int64_t> bytes_sent_{0};
 
   // Guarded by the role.

@@ -3,6 +3,7 @@
 //   cancel     ends one collective on all ranks, because this rank lacks a resource for it
 //   inquiry    after a deadline: asks every member which ranks it waits for, to find the rank that
 //              delays all. A stopped rank does not answer.
+//   drop       ends one announcement on this rank: the other rank is lost, or this one leaves
 //   fail_all   a missed deadline, a lost peer or a malformed message ends all collectives, here and
 //              on the peers
 #include <algorithm>
@@ -101,20 +102,48 @@ void Engine::forget_early(int source) {
 
 void Engine::check_waits() {
   next_check_ = now_ + kCheckInterval;
-  for (const auto& [key, collective] : running_) {
-    for (const int member : collective->members) {
-      if (!lost_[member] || !waits_for(*collective, member)) continue;
-      const bool from_peer = lost_[member]->how == Loss::kGaveUp;
-      fail_all(CGX_PEER_FAILED, loss_text(member), nullptr, from_peer);
+  for (auto next = running_.begin(); next != running_.end();) {
+    Collective& collective = *(next++)->second;
+    if (const auto member = lost_member(collective)) {
+      if (collective.announcement) {
+        drop(collective, CGX_PEER_FAILED, loss_text(*member));
+        continue;
+      }
+      const bool from_peer = lost_[*member]->how == Loss::kGaveUp;
+      fail_all(CGX_PEER_FAILED, loss_text(*member), nullptr, from_peer);
       return;
     }
-    if (now_ < collective->deadline) continue;
-    if (collective->agreed && collective->answers.empty()) {
-      inquire(*collective);
+    if (now_ < collective.deadline) continue;
+    if (collective.agreed && collective.answers.empty()) {
+      inquire(collective);
       continue;
     }
-    fail_all(CGX_TIMEOUT, describe_wait(*collective), collective.get());
+    fail_all(CGX_TIMEOUT, describe_wait(collective), &collective);
     return;
+  }
+}
+
+std::optional<int> Engine::lost_member(const Collective& collective) const {
+  for (const int member : collective.members)
+    if (lost_[member] && waits_for(collective, member)) return member;
+  return std::nullopt;
+}
+
+// The other rank can go on: it has this rank's header. No header from there may match this call
+// later.
+void Engine::drop(Collective& announcement, cgx_status_t status, const std::string& reason) {
+  if (const auto found = uses_.find(announcement.key); found != uses_.end()) {
+    auto& [open, early] = found->second;
+    std::erase_if(open, [&](const auto& each) { return each.get() == &announcement; });
+    if (open.empty() && early.empty()) uses_.erase(found);
+  }
+  finish(announcement, status, join("communicator '", name_, "', rank ", rank_, ": ", reason));
+}
+
+void Engine::drop_announcements() {
+  for (auto next = running_.begin(); next != running_.end();) {
+    Collective& collective = *(next++)->second;
+    if (collective.announcement) drop(collective, CGX_CLOSED, "it was closed on this rank");
   }
 }
 

@@ -83,7 +83,7 @@ CGX_API cgx_status_t cgx_init(int32_t* world);
 /** Wait until all CPU collectives of this process have ended, successfully or not.
  *
  * Call it before cgx_finalize, so that peers receive the results of collectives that this process
- * has started. The collectives' deadlines bound the wait.
+ * has started. Does not wait for announcements. The collectives' deadlines bound the wait.
  *
  * @return CGX_OK. */
 CGX_API cgx_status_t cgx_finish(void);
@@ -361,7 +361,9 @@ typedef struct cgx_collective_t {
    * send, a receive or both. All other splits must be 0. NULL: all ranks take part.
    *
    * The peer passes this rank, and the call's name must belong to this pair. A call that moves no
-   * elements only compares the arguments, and cgx_comm_info does not count it. */
+   * elements is an announcement: it only compares the arguments, and cgx_comm_info does not count
+   * it. If the peer is lost or leaves, it ends alone with CGX_PEER_FAILED. If this rank closes the
+   * communicator, it ends here with CGX_CLOSED, and the peer's announcement may still succeed. */
   const int32_t* peer;
 } cgx_collective_t;
 
