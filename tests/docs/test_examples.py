@@ -268,7 +268,6 @@ def test_pipeline_trains_in_few_bits(ranks: int, schedule: str) -> None:
         # Rank 0 sends 4 micro-batches of 16 x 256 activations.
         payload = 64 * 256 * (result["bits"] / 8 + 8 / 512)
         assert payload <= result["bytes_per_step"] < payload + 4000
-    assert all(result["identical"] for result in (exact, *few))
 
 
 def check_few_bits(process: subprocess.CompletedProcess[str], lines: list[str]) -> dict[str, Any]:
