@@ -14,6 +14,7 @@
 // because torch does not ship the headers to make a gloo backend in C++.
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <chrono>
 #include <cstdint>
@@ -143,17 +144,17 @@ class Backend final : public c10d::Backend {
   WorkRef reduce_in_core(at::TensorList tensors, cgx_op_t op, const c10d::AllreduceOptions& options,
                          c10d::OpType type);
   Decision decide_and_log(cgx_op_t op, at::TensorList tensors, int64_t numel);
-  // Returns a call of the core without buffers and segments. `message` names a message between two
-  // ranks, which draws its own seeds; "" for a collective.
+  struct Message {
+    int from, to, tag;
+  };
+  // Returns a call of the core without buffers and segments. `message`: that between two ranks,
+  // which draws its own seeds; nullopt for a collective.
   CallBuilder core_call(cgx_verb_t verb, at::ScalarType dtype, const Decision& decision,
-                        Milliseconds timeout, const std::string& message = "");
+                        Milliseconds timeout, const std::optional<Message>& message = {});
   WorkRef exchange_in_core(const at::Tensor& output, const at::Tensor& input,
                            const std::vector<int64_t>& output_sizes,
                            const std::vector<int64_t>& input_sizes,
                            const c10d::AllToAllOptions& options);
-  struct Message {
-    int from, to, tag;
-  };
   // Sends or receives a message in the core or, if it is exact, by `start`.
   WorkRef transfer(const Tensors& tensors, const Message& message,
                    const std::function<WorkRef()>& start);
@@ -162,7 +163,8 @@ class Backend final : public c10d::Backend {
   CallBuilder transfer_call(const Message& message, at::ScalarType dtype, const Decision& decision);
   WorkRef transfer_in_core(const at::Tensor& tensor, const Message& message,
                            const Decision& decision);
-  void announce(const Message& message, const std::shared_ptr<Announcement>& announcement);
+  // Returns the status of cgx_start: not CGX_OK if the communicator is closed.
+  cgx_status_t announce(const Message& message, std::shared_ptr<Announcement> announcement);
   // Calls a method of the inner backend of the device of `shown`, and records it for profilers.
   template <typename Method, typename... Arguments>
   WorkRef forward(const char* title, at::TensorList shown, Method method, Arguments&&... arguments);
@@ -193,7 +195,9 @@ class Backend final : public c10d::Backend {
   c10::weak_intrusive_ptr<c10d::Backend> related_{c10::intrusive_ptr<c10d::Backend>()};
   std::atomic<uint64_t> sequence_{0};
   std::mutex draws_mutex_;
-  std::map<std::string, int64_t> draws_;  // seeds that calls with random rounding used, by message
+  // Seeds that calls with random rounding used: by source, destination and tag modulo kCountedTags;
+  // {} for collectives.
+  std::map<std::array<int, 3>, int64_t> draws_;
   std::atomic<bool> closed_{false};
   std::mutex coalescing_mutex_;
   std::optional<std::vector<WorkRef>> coalescing_;  // set between startCoalescing and endCoalescing

@@ -26,6 +26,10 @@ std::optional<cgx_op_t> core_op(const c10d::ReduceOp& op) {
   return found->second;
 }
 
+// Messages are counted by tag, because both ranks need equal counts (randk) and call messages of
+// different tags in any order. The limit bounds the memory of programs that use a tag per step.
+constexpr int kCountedTags = 1024;
+
 // Whether the core can use the tensor's memory directly.
 bool usable_in_place(const at::Tensor& tensor) {
   return tensor.is_contiguous() && !tensor.is_neg();
@@ -79,11 +83,14 @@ Backend::WorkRef Backend::reduce_in_core(at::TensorList tensors, cgx_op_t op,
 }
 
 CallBuilder Backend::core_call(cgx_verb_t verb, at::ScalarType dtype, const Decision& decision,
-                               Milliseconds timeout, const std::string& message) {
+                               Milliseconds timeout, const std::optional<Message>& message) {
   static const Compression exact("bits=32", /*seed=*/0);
   const Compression& how = decision.compression ? *decision.compression : exact;
+  const std::string name = message ? c10::str(" message from ", message->from, " to ", message->to,
+                                              ", tag ", message->tag)
+                                   : "";
   // Matched separately from calls of torch.ops.cgx on this communicator.
-  CallBuilder call("c10d" + message);
+  CallBuilder call("c10d" + name);
   call.fields.comm = comm_;
   call.fields.verb = verb;
   call.fields.dtype = *core_dtype(dtype);
@@ -91,8 +98,11 @@ CallBuilder Backend::core_call(cgx_verb_t verb, at::ScalarType dtype, const Deci
   if (how.seed_use != CGX_SEED_UNUSED) {
     const int64_t seed = named_seed(how.seed, name_);
     const std::lock_guard<std::mutex> lock(draws_mutex_);
-    call.fields.seed =
-        nth_seed(message.empty() ? seed : named_seed(seed, message), ++draws_[message]);
+    // A source is never its own destination, so {} is free for collectives.
+    const std::array<int, 3> counted =
+        message ? std::array{message->from, message->to, message->tag % kCountedTags}
+                : std::array<int, 3>{};
+    call.fields.seed = nth_seed(message ? named_seed(seed, name) : seed, ++draws_[counted]);
   }
   const Milliseconds allowed = timeout > kNoTimeout ? timeout : options_->timeout;
   call.fields.timeout_s = std::chrono::duration<double>(allowed).count();

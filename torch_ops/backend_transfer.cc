@@ -3,7 +3,8 @@
 //   compressed   The core moves it: an all_to_all of these two ranks.
 //   exact        The inner backend moves it. Both ranks announce it to each other in the core, by a
 //                call without elements. So if one of them compresses, both get CGX_MISMATCH, and
-//                the inner backend stops waiting. Nothing waits for an announcement.
+//                the inner backend stops waiting. Nothing waits for an announcement, and the inner
+//                backend reports all other failures.
 //
 // Messages and announcements from one rank to another with one tag match in the order of the calls.
 #include <ATen/MemoryOverlap.h>
@@ -13,6 +14,7 @@
 #include <utility>
 
 #include "backend.h"
+#include "cgx/completion_pool.h"
 #include "core.h"
 #include "named_work.h"
 #include "status.h"
@@ -23,7 +25,7 @@ namespace cgx::torch_ops {
 struct Announcement {
   c10::weak_intrusive_ptr<c10d::Work> moving{c10::intrusive_ptr<c10d::Work>()};
   std::mutex mutex;
-  std::exception_ptr failure;
+  std::exception_ptr mismatch;
 };
 
 namespace {
@@ -75,14 +77,14 @@ Backend::WorkRef Backend::transfer(const Tensors& tensors, const Message& messag
   const auto announcement = std::make_shared<Announcement>();
   WorkRef work = start();
   announcement->moving = work;
-  announce(message, announcement);
+  check(announce(message, announcement));
   return coalesced(with_named_failures(std::move(work), [announcement](std::exception_ptr failure) {
     const std::lock_guard<std::mutex> lock(announcement->mutex);
-    return announcement->failure ? announcement->failure : failure;
+    return announcement->mismatch ? announcement->mismatch : failure;
   }));
 }
 
-// The source is known, and the message announced, when it has arrived.
+// The source is known, and the message announced, when it has arrived. Then it cannot fail.
 Backend::WorkRef Backend::receive_from_any(const Tensors& tensors, int tag,
                                            const std::function<WorkRef()>& start) {
   if (tensors.size() != 1 || !tensors[0].is_cpu()) return coalesced(start());
@@ -100,16 +102,15 @@ Backend::WorkRef Backend::receive_from_any(const Tensors& tensors, int tag,
       start(), [](std::exception_ptr failure) { return failure; },
       [self, tag](const c10d::Work& work) {
         if (const auto alive = self.lock()) {
-          alive->announce({work.sourceRank(), alive->rank_, tag}, std::make_shared<Announcement>());
+          (void)alive->announce({work.sourceRank(), alive->rank_, tag},
+                                std::make_shared<Announcement>());
         }
       }));
 }
 
 CallBuilder Backend::transfer_call(const Message& message, at::ScalarType dtype,
                                    const Decision& decision) {
-  CallBuilder call = core_call(
-      CGX_ALL_TO_ALL, dtype, decision, kNoTimeout,
-      c10::str(" message from ", message.from, " to ", message.to, ", tag ", message.tag));
+  CallBuilder call = core_call(CGX_ALL_TO_ALL, dtype, decision, kNoTimeout, message);
   call.peer = message.from == rank_ ? message.to : message.from;
   call.add(0);
   return call;
@@ -146,25 +147,30 @@ Backend::WorkRef Backend::transfer_in_core(const at::Tensor& tensor, const Messa
   return with_named_failures(torch_ops::start(call.get(), std::move(buffers), type), with_remedy);
 }
 
-void Backend::announce(const Message& message, const std::shared_ptr<Announcement>& announcement) {
+cgx_status_t Backend::announce(const Message& message, std::shared_ptr<Announcement> announcement) {
   const std::vector<int64_t> nothing(size_, 0);
   CallBuilder call = transfer_call(message, at::kFloat, {nullptr, ""});
   call.fields.input_splits = call.fields.output_splits = nothing.data();
   call.fields.timeout_s = kNoDeadline;
+  CompletionPool::get();  // may throw, so not first in the callback
   using Owned = std::shared_ptr<Announcement>;
-  auto owned = std::make_unique<Owned>(announcement);
+  auto owned = std::make_unique<Owned>(std::move(announcement));
   const auto callback = [](void* context, cgx_status_t status, const char* error) {
     const std::unique_ptr<Owned> owned(static_cast<Owned*>(context));
-    if (status == CGX_OK) return;
-    Announcement& announcement = **owned;
+    if (status != CGX_MISMATCH) return;
     {
-      const std::lock_guard<std::mutex> lock(announcement.mutex);
-      announcement.failure = failure_of_message(status, error);
+      const std::lock_guard<std::mutex> lock((*owned)->mutex);
+      (*owned)->mismatch = failure_of_message(status, error);
     }
-    if (const auto work = announcement.moving.lock()) work->abort();
+    // Not on this thread of the core: it may be the last to own the tensors, and freeing them may
+    // need the GIL.
+    CompletionPool::get().run([announcement = *owned] {
+      if (const auto work = announcement->moving.lock()) work->abort();
+    });
   };
-  check(cgx_start(&call.get(), callback, owned.get(), /*request=*/nullptr));
-  owned.release();
+  const cgx_status_t status = cgx_start(&call.get(), callback, owned.get(), /*request=*/nullptr);
+  if (status == CGX_OK) owned.release();
+  return status;
 }
 
 }  // namespace cgx::torch_ops

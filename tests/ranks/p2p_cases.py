@@ -38,7 +38,7 @@ def received(
 
 
 def seed_of(group: Any, seed: int, message: tuple[int, int], tag: int, count: int) -> int:
-    """Return the seed of the `count`-th compressed message of this direction and tag."""
+    """Return the seed of the `count`-th message of this direction and tag (modulo 1024)."""
     name = f" message from {message[0]} to {message[1]}, tag {tag}"
     named = tc.named_seed(tc.named_seed(seed, group.group_name), name)
     return tc.gradient_seed(named, count)

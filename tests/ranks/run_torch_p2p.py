@@ -106,6 +106,18 @@ def noise(group: Any) -> None:
     assert not any(tc.same_bits(a, b) for i, a in enumerate(all_found) for b in all_found[:i])
 
 
+def counts(group: Any) -> None:
+    """Check that the seeds count messages whose tags are equal modulo 1024."""
+    rank, size = group.rank(), group.size()
+    left = (rank - 1) % size, rank
+    for count, tag in enumerate((904, 904 + 1024, 904), 1):
+        y = torch.empty(999)
+        with compressed(NOISY, seed=7):
+            around(group, tc.values(rank, 999), y, tag)
+        seed = seed_of(group, 7, left, tag, count)
+        assert tc.same_bits(y, received(tc.values(left[0], 999), left, NOISY, size, seed))
+
+
 # ---- calls ---------------------------------------------------------------------------------------
 
 
@@ -289,7 +301,7 @@ def skipped() -> None:
     """Stand in for the checks on a rank outside of the group."""
 
 
-CHECKS = [values, compressors, noise, in_flight, batches, exact, any_source, pipelines]
+CHECKS = [values, compressors, noise, counts, in_flight, batches, exact, any_source, pipelines]
 
 
 def main() -> None:

@@ -6,6 +6,7 @@ from support import torch_cases as tc
 from support.rank_checks import Launch, RankCheck, listed, rank_checks
 
 PROGRAM, ERRORS = "run_torch_p2p.py", "run_torch_p2p_errors.py"
+LEAVING = "run_torch_p2p_leaving.py"
 NAMES = [f"{check} on {size}" for size in range(2, 5) for check in listed(PROGRAM)]
 BY_TORCHRUN = {"by": launch.torchrun, "env": tc.ENVIRONMENT}
 OVER_TCP = {"by": launch.torchrun, "env": {**tc.ENVIRONMENT, "COMMUNICATOR_TYPE": "TCP"}}
@@ -16,6 +17,8 @@ OVER_TCP = {"by": launch.torchrun, "env": {**tc.ENVIRONMENT, "COMMUNICATOR_TYPE"
     Launch(4, PROGRAM, names=NAMES, timeout=240, marks=[pytest.mark.exhaustive], **OVER_TCP),
     Launch(2, ERRORS, **BY_TORCHRUN),
     Launch(2, ERRORS, marks=[pytest.mark.slow], **OVER_TCP),
+    Launch(3, LEAVING, **BY_TORCHRUN),
+    Launch(3, LEAVING, marks=[pytest.mark.slow], **OVER_TCP),
 )
 def test_messages(check: RankCheck) -> None:
     check.passes()
