@@ -127,7 +127,7 @@ void test_blocks() {
   for (const int compressor : {CGX_UNIFORM, CGX_ENTROPY}) {
     std::vector<Plan> plans;
     for (int rank = 0; rank < kSize; ++rank) {
-      cgx_collective_t call = call_of(CGX_ALL_TO_ALL, CGX_AUTO, segments, 0);
+      cgx_collective_t call = call_of(CGX_ALL_TO_ALL, CGX_SRA, segments, 0);
       call.config.compressor = compressor;
       int64_t expected[kSize];
       for (int peer = 0; peer < kSize; ++peer) expected[peer] = kSizes[peer][rank];
