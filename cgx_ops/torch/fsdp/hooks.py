@@ -86,8 +86,8 @@ def compress(
             the host. All modules must be sharded over all ranks.
         replicas: for HSDP, the ranks with the same shards, as a process group or a mesh of one
             dimension, for example mesh["replicate"] if modules are sharded over mesh["shard"].
-            Gradients are averaged over them, too. The first of them sends the
-            parameters of wrapped modules to the others. CPU only.
+            Gradients are averaged over them, too. The first of them sends the parameters of
+            wrapped modules to the others. CPU only.
         replica_gradients: settings of this average: `PowerSGD` for low rank, or a Config. Both may
             use error feedback. None: exact.
         seed: seed of random rounding, 0 or more.
