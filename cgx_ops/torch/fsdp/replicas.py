@@ -16,7 +16,7 @@ from cgx_ops import Config, Rules, Segment
 from cgx_ops._core.consistency import require_same
 from cgx_ops._core.log import Tensors
 from cgx_ops._core.tables import EXACT_BITS
-from cgx_ops.errors import InvalidArgument, MismatchError
+from cgx_ops.errors import InvalidArgument
 from cgx_ops.torch._compat.parallel import group_or_default
 from cgx_ops.torch.averaging.arithmetic import full_precision
 from cgx_ops.torch.averaging.exact import all_gather_over, gather_over
@@ -92,7 +92,7 @@ class Replicas(LowRankState):
         Raises:
             InvalidArgument: `earlier` has another size, or the factors or residuals belong to
                 another model or rank.
-            MismatchError: replicas have gradients of different parameters.
+            RuntimeError: replicas have gradients of different parameters.
             RuntimeError: a peer is late or lost.
         """
         if part.dtype not in DTYPES:
@@ -315,13 +315,11 @@ def _wait(future: torch.futures.Future[torch.Tensor]) -> None:
     try:
         future.wait()
     except RuntimeError as error:
-        _, _, text = str(error).partition("MismatchError: ")  # a future has only the text
-        if not text:
-            raise
-        raise MismatchError(
-            f"{text.splitlines()[0]}. If replicas have gradients of different parameters, call "
+        error.add_note(
+            "If replicas have gradients of different parameters, call "
             "set_reduce_scatter_unused_params(True) on the module"
-        ) from error
+        )
+        raise
 
 
 def _add(part: torch.Tensor, earlier: torch.Tensor | None) -> None:
