@@ -92,8 +92,7 @@ class Replicas(LowRankState):
         Raises:
             InvalidArgument: `earlier` has another size, or the factors or residuals belong to
                 another model or rank.
-            RuntimeError: replicas have gradients of different parameters.
-            RuntimeError: a peer is late or lost.
+            RuntimeError: a peer is late or lost, or has gradients of other parameters.
         """
         if part.dtype not in DTYPES:
             block.averaged(part.numel(), part.dtype)  # warns
