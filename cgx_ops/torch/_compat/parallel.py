@@ -117,8 +117,7 @@ class ShardedParameter:
         name: its name in the module.
         shape: of the whole parameter (for a DTensor, of this rank's part).
         dim: the dimension that is divided among the ranks.
-        numel: number of elements in each rank's block, including padding.
-        padded: shape of each rank's block.
+        padded: shape of each rank's block, including padding.
         sharded: the parameter that the optimizer updates, a DTensor.
         trainable: whether it gets a gradient.
         plain: whether its shard itself is gathered; a tensor subclass may send something else.
@@ -128,11 +127,15 @@ class ShardedParameter:
     name: str
     shape: torch.Size
     dim: int
-    numel: int
     padded: torch.Size
     sharded: torch.nn.Parameter
     trainable: bool
     plain: bool
+
+    @property
+    def numel(self) -> int:
+        """The number of elements in each rank's block."""
+        return self.padded.numel()
 
 
 def fsdp_groups(module: Any) -> list[Any]:
@@ -174,7 +177,6 @@ def fsdp_parameters(group: Any) -> list[ShardedParameter]:
             parameter._module_info.param_name,
             parameter._orig_size,
             parameter.fsdp_placement.dim,
-            parameter.padded_sharded_param_size.numel(),
             parameter.padded_sharded_param_size,
             parameter.sharded_param,
             parameter.sharded_param.requires_grad,

@@ -4,10 +4,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from cgx_ops import Config
+from cgx_ops import Config, Segment
+from cgx_ops.torch.backend.groups import communicator_of
 from cgx_ops.torch.fsdp.block import Block
 from cgx_ops.torch.fsdp.state import State
+from cgx_ops.torch.graph.work import start
 
 
 class Custom:
@@ -29,6 +32,34 @@ class Custom:
     ) -> torch.Tensor:
         """Return a buffer for FSDP's values."""
         return self.plain.allocate(size, dtype=dtype, device=device)
+
+    def start_gather(
+        self,
+        output: torch.Tensor,
+        own: torch.Tensor,
+        group: dist.ProcessGroup,
+        segments: Sequence[Segment],
+        seed: int,
+        *,
+        asynchronous: bool,
+    ) -> dist.Work:
+        """Start an all-gather of the group's weights, or of their differences."""
+        return start(
+            communicator_of(group),
+            "all_gather",
+            own,
+            output,
+            self._config,
+            segments=segments,
+            seed=seed,
+            noise_rank=group.rank(),  # so that replicas get the same noise
+            name=self._gather_name,
+            asynchronous=asynchronous,
+        )
+
+    @property
+    def _gather_name(self) -> str:
+        return f"fsdp/all_gather/{self._block.name}"
 
     def open(self) -> None:
         """Prepare the collective. Call when it is installed."""

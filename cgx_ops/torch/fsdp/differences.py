@@ -28,7 +28,6 @@ from cgx_ops.torch.fsdp.base import Base, Change
 from cgx_ops.torch.fsdp.block import Block
 from cgx_ops.torch.fsdp.custom import Custom
 from cgx_ops.torch.fsdp.state import State
-from cgx_ops.torch.graph.work import start
 
 _EXACT = Config(bits=EXACT_BITS)
 
@@ -94,7 +93,6 @@ class DifferenceGather(Custom):
     def __init__(self, block: Block, setting: Differences, state: State, plain: Any) -> None:
         super().__init__(block, setting.config, state, plain)
         self._base = Base(block, setting.on_cpu)
-        self._exact = Config(bits=EXACT_BITS, algorithm=setting.config.algorithm)
         state.bases.add(self._base)
 
     def open(self) -> None:
@@ -116,31 +114,16 @@ class DifferenceGather(Custom):
         segments = self._block.gathered(input_tensor.numel(), input_tensor.dtype)
         if segments is None:
             return self.plain(output_tensor, input_tensor, group, async_op)
-        base, name = self._base, f"fsdp/all_gather/{self._block.name}"
-        seed = self._state.weights_seed(name)
+        base, seed = self._base, self._state.weights_seed(self._gather_name)
         if base.serves_backward:
             base.copy_to(output_tensor)
             return None
 
-        def send(message: torch.Tensor, parts: list[Segment], asynchronous: bool) -> dist.Work:
-            return start(
-                communicator_of(group),
-                "all_gather",
-                message,
-                output_tensor,
-                self._config,
-                segments=parts,
-                seed=seed,
-                noise_rank=group.rank(),  # so that replicas get the same noise
-                name=name,
-                asynchronous=asynchronous,
-            )
-
         own = input_tensor.clone()  # FSDP's input is a part of the output
-        sent = [Segment(0, own.numel(), self._exact)]
+        sent = [Segment(0, own.numel(), _EXACT)]
         changes = self._agreed(own, loaded := base.loaded(own), group)
         if loaded is not None:
-            send(loaded, sent, False).wait()
+            self.start_gather(output_tensor, loaded, group, sent, seed, asynchronous=False).wait()
             base.replace(output_tensor)
         if Change.REPLACED in changes:
             message, change_base = own, functools.partial(base.replace, output_tensor)
@@ -161,7 +144,10 @@ class DifferenceGather(Custom):
 
         # As for other gathers, asynchronous on the CPU in any case.
         asynchronous = async_op or own.device.type == "cpu"
-        work = _Gather(send(message, sent, asynchronous), finish)
+        work = _Gather(
+            self.start_gather(output_tensor, message, group, sent, seed, asynchronous=asynchronous),
+            finish,
+        )
         if asynchronous:
             return work
         work.finish()

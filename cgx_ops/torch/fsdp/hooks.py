@@ -236,17 +236,12 @@ class _AllGather(Custom):
         # that a prefetched gather overlaps with computation. On a GPU the current stream is one
         # that FSDP uses for gathers.
         asynchronous = async_op or input_tensor.device.type == "cpu"
-        name = f"fsdp/all_gather/{self._block.name}"
-        work = start(
-            communicator_of(group),
-            "all_gather",
-            input_tensor.clone(),  # FSDP's input is a part of the output
+        work = self.start_gather(
             output_tensor,
-            self._config,
-            segments=segments,
-            seed=self._state.weights_seed(name),
-            noise_rank=group.rank(),  # so that replicas get the same noise
-            name=name,
+            input_tensor.clone(),  # FSDP's input is a part of the output
+            group,
+            segments,
+            self._state.weights_seed(self._gather_name),
             asynchronous=asynchronous,
         )
         return work if asynchronous else None

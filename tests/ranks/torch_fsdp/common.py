@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from cgx_ops import Config, Segment
-from cgx_ops.torch.fsdp import differences, hooks
+from cgx_ops.torch.fsdp import custom, hooks
 
 WIDTH, CLASSES, BATCH = 33, 10, 8
 EXACT = Config(bits=32)
@@ -131,11 +131,11 @@ def recorded() -> Iterator[list[Message]]:
         )
         return work
 
-    hooks.start = differences.start = start
+    hooks.start = custom.start = start
     try:
         yield messages
     finally:
-        hooks.start = differences.start = original
+        hooks.start = custom.start = original
 
 
 def equals_the_oracle(message: Message) -> bool:
