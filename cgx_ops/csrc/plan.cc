@@ -171,9 +171,9 @@ void check_splits(const cgx_collective_t& call, const Verb& verb, int size) {
     for (int rank = 0; rank < size; ++rank) {
       require(splits[rank] >= 0 && splits[rank] <= kMostElements - total, CGX_INVALID_ARGUMENT,
               name, "[", rank, "] is ", splits[rank], "; accepted: 0 or more, in all at most 2^59");
-      require(!call.peer || rank == *call.peer || splits[rank] == 0, CGX_INVALID_ARGUMENT, name,
-              "[", rank, "] is ", splits[rank], ", but the peer is rank ", *call.peer,
-              ": it must be 0");
+      const int peer = call.peer ? *call.peer : rank;
+      require(rank == peer || splits[rank] == 0, CGX_INVALID_ARGUMENT, name, "[", rank, "] is ",
+              splits[rank], ", but the peer is rank ", peer, ": it must be 0");
       total += splits[rank];
     }
   }
