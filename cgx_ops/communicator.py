@@ -117,10 +117,12 @@ class Communicator:
         transport: str | None = None,
         timeout: float | None = None,
         noise_rank: int | None = None,
+        elastic: bool = False,
     ) -> Self:
         """Return a communicator of processes that can already exchange small messages.
 
-        All ranks must call it. Use it to connect ranks that no launcher described to init().
+        All ranks must call it. Use it to connect ranks that no launcher described to init(), or the
+        survivors of a lost process: abort() the old communicator and create another one.
 
         Args:
             rank: Rank of this process, from 0.
@@ -135,11 +137,17 @@ class Communicator:
             noise_rank: The number, >= 0, from which this rank's rounding noise derives. None:
                 `rank`. Pass each rank's number in the whole job if the job has several groups: then
                 their noise differs. split() and group() keep it.
+            elastic: Use only transports that can connect the survivors of a lost process: shared
+                memory and TCP, not MPI. Equal on all ranks.
 
         Raises:
             CgxError: The ranks cannot be connected. Exceptions of `allgather` pass through.
         """
-        return cls(bootstrap.create(rank, size, allgather, name, transport, timeout, noise_rank))
+        return cls(
+            bootstrap.create(
+                rank, size, allgather, name, transport, timeout, noise_rank, elastic
+            )
+        )
 
     @classmethod
     def find(cls, name: str) -> Self:
@@ -536,8 +544,30 @@ class Communicator:
 
         Each rank closes its own; this is not a collective.
         """
+        self._end("cgx_comm_close")
+
+    def abort(self, reason: str) -> None:
+        """Free the communicator, and end its collectives on all ranks with an error.
+
+        Before survivors of a lost process make another communicator: peers that still wait in a
+        collective of this one learn it immediately. Ranks that this rank has sent results to have a
+        quarter of a second to receive them.
+
+        Args:
+            reason: The text of the peers' errors.
+
+        Example:
+            >>> import cgx_ops
+            >>> communicator = cgx_ops.Communicator.create(0, 1, lambda mine: [mine], "before")
+            >>> communicator.abort("rank 2 is lost")
+            >>> communicator.closed
+            True
+        """
+        self._end("cgx_comm_abort", library.encode(reason))
+
+    def _end(self, function: str, *arguments: object) -> None:
         with contextlib.suppress(Closed):  # it may be closed already
-            library.call("cgx_comm_close", self.id)
+            library.call(function, self.id, *arguments)
         _numpy_ops.collect_dropped()  # dropped requests hold the communicator's memory
         _calls.pop(self.id, None)
         verdicts.forget(self.id)

@@ -6,25 +6,18 @@
 #include "status.h"
 
 namespace cgx::torch_ops {
-namespace {
-
-std::string name_of(int32_t comm) {
-  auto info = make<cgx_comm_info_t>();
-  check(cgx_comm_info(comm, &info));
-  return info.name;
-}
-
-}  // namespace
 
 Backend::Backend(int rank, int size, int32_t comm, Inner inner, bool cuda,
-                 c10::intrusive_ptr<Options> options, MakeBackend make_backend)
+                 c10::intrusive_ptr<Options> options, MakeBackend make_backend,
+                 std::optional<Reconfigurations> reconfigurations)
     : c10d::Backend(rank, size),
+      name_(options->group_name),
       comm_(comm),
-      name_(name_of(comm)),
       inner_(std::move(inner)),
       cuda_(cuda),
       options_(std::move(options)),
-      make_backend_(std::move(make_backend)) {
+      make_backend_(std::move(make_backend)),
+      reconfigurations_(std::move(reconfigurations)) {
   init();
 }
 
@@ -40,7 +33,7 @@ Backend::~Backend() {
 
 void Backend::setTimeout(Milliseconds timeout) {
   options_->timeout = timeout;
-  for (const auto& [device, backend] : inner_) backend->setTimeout(timeout);
+  for (const auto& [device, backend] : inner()) backend->setTimeout(timeout);
 }
 
 Backend::BackendRef Backend::split(const c10::intrusive_ptr<c10d::Store>& store,
@@ -75,37 +68,59 @@ Backend::BackendRef Backend::related(const c10::intrusive_ptr<c10d::Store>& stor
 }
 
 void Backend::eagerConnectSingleDevice(at::Device device) {
-  const auto found = inner_.find(device.type());
-  if (found != inner_.end()) found->second->eagerConnectSingleDevice(device);
+  const Inner all = inner();
+  const auto found = all.find(device.type());
+  if (found != all.end()) found->second->eagerConnectSingleDevice(device);
 }
 
 void Backend::setSequenceNumberForGroup() {
-  for (const auto& [device, backend] : inner_) backend->setSequenceNumberForGroup();
+  for (const auto& [device, backend] : inner()) backend->setSequenceNumberForGroup();
 }
 
 void Backend::enableCollectivesTiming() {
-  for (const auto& [device, backend] : inner_) backend->enableCollectivesTiming();
+  for (const auto& [device, backend] : inner()) backend->enableCollectivesTiming();
 }
 
 c10d::ErrorType Backend::getError() {
   auto info = make<cgx_comm_info_t>();
-  const bool lost = !closed_ && (cgx_comm_info(comm_, &info) != CGX_OK || info.closed ||
-                                 cgx_comm_check(comm_, /*finish=*/0) != CGX_OK);
+  const int32_t comm = comm_;
+  const bool lost = !closed_ && comm != kNone &&
+                    (cgx_comm_info(comm, &info) != CGX_OK || info.closed ||
+                     cgx_comm_check(comm, /*finish=*/0) != CGX_OK);
   return lost ? c10d::ErrorType::COMM_ERROR : c10d::ErrorType::SUCCESS;
 }
 
-void Backend::abort() {
-  close_communicator();
-  for (const auto& [device, backend] : inner_) backend->abort();
+void Backend::abort() { disconnect("its process group was aborted"); }
+
+void Backend::disconnect(const std::string& reason) {
+  if (comm_ != kNone && !closed_.exchange(true)) cgx_comm_abort(comm_, reason.c_str());
+  for (const auto& [device, backend] : inner()) backend->abort();
 }
 
 void Backend::shutdown() {
   close_communicator();
-  for (const auto& [device, backend] : inner_) backend->shutdown();
+  for (const auto& [device, backend] : inner()) backend->shutdown();
 }
 
 void Backend::close_communicator() {
-  if (!closed_.exchange(true)) cgx_comm_close(comm_);  // fails if cgx_finalize has closed it
+  if (comm_ != kNone && !closed_.exchange(true))
+    cgx_comm_close(comm_);  // fails if cgx_finalize has closed it
+}
+
+int32_t Backend::communicator() const {
+  const int32_t comm = comm_;
+  if (comm == kNone) {
+    C10_THROW_ERROR(DistBackendError,
+                    c10::str("cgx, group '", name_,
+                             "': it is not connected: call torch.distributed._reconfigure with the "
+                             "handles of its ranks"));
+  }
+  return comm;
+}
+
+Backend::Inner Backend::inner() const {
+  const std::lock_guard<std::mutex> lock(inner_mutex_);
+  return inner_;
 }
 
 // ---- Coalescing --------------------------------------------------------------------------------

@@ -10,6 +10,8 @@
 // - All other calls: the inner backend of the tensors' device. Profilers show them as "cgx:...".
 //   gloo does not average, so its sums are divided (joint_work.h).
 //
+// A group that was initialized with enable_reconfigure changes its members: backend_reconfigure.cc.
+//
 // Python makes the inner backends and the communicator (cgx_ops/torch/backend/process_group.py),
 // because torch does not ship the headers to make a gloo backend in C++.
 #pragma once
@@ -26,7 +28,9 @@
 #include <string>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
+#include <unordered_set>
 #include <utility>
+#include <variant>
 #include <vector>
 
 #include "backend_rule.h"
@@ -66,12 +70,38 @@ class Backend final : public c10d::Backend {
   // Makes the backend of another group: (store, rank, size, options). The options hold its name.
   using MakeBackend = std::function<BackendRef(c10::intrusive_ptr<c10d::Store>, int, int,
                                                c10::intrusive_ptr<Options>)>;
+  // The ranks of the group at one time, as seen by one of them.
+  struct Members {
+    int rank, size;
+    int32_t comm;
+    Inner inner;
+  };
+  // Connects the group's next members; made by Python (cgx_ops/torch/backend/make.py).
+  struct Reconfigurations {
+    using Handles = std::variant<std::unordered_set<std::string>, std::vector<std::string>>;
+    using Disconnect = std::function<void(const std::string& reason)>;
+    std::function<std::string()> handle;  // of this process, for the next reconfiguration
+    std::function<Members(const Handles& handles, int64_t uuid,
+                          std::optional<Milliseconds> timeout, Disconnect disconnect)>
+        reconfigure;
+  };
 
   // `comm` is the group's cgx communicator, which the backend closes. `cuda`: whether the core
-  // supports CUDA tensors.
+  // supports CUDA tensors. `reconfigurations`: for a group that has no communicator (kNone) and
+  // that only reconfigure() connects.
+  static constexpr int32_t kNone = -1;
   Backend(int rank, int size, int32_t comm, Inner inner, bool cuda,
-          c10::intrusive_ptr<Options> options, MakeBackend make_backend);
+          c10::intrusive_ptr<Options> options, MakeBackend make_backend,
+          std::optional<Reconfigurations> reconfigurations = std::nullopt);
   ~Backend() override;
+
+#ifdef C10D_BACKEND_HAS_RECONFIGURE  // from torch 2.14 on
+  bool supportsReconfigure() const override { return reconfigurations_.has_value(); }
+  c10d::ReconfigureHandle get_reconfigure_handle() const override;
+  // Ends the group's collectives with an error, here and on its other ranks, and connects the
+  // processes with the given handles. Returns when they are connected.
+  WorkRef reconfigure(const c10d::ReconfigureOptions& options) override;
+#endif
 
   const std::string getBackendName() const override { return "cgx"; }
   OptionsRef getBackendOptions() override { return options_; }
@@ -130,14 +160,17 @@ class Backend final : public c10d::Backend {
   void enableCollectivesTiming() override;
   c10d::ErrorType getError() override;
   // Both close the communicator: collectives in flight fail; finished ones are delivered to peers.
+  // abort() waits for peers only for a moment, and ends their collectives, too.
   void abort() override;
   void shutdown() override;
 
-  int32_t communicator() const { return comm_; }
+  // Throws if the group is not connected.
+  int32_t communicator() const;
 
  private:
   // Returns the inner backend of a device. Throws if there is none.
-  c10d::Backend& inner(at::Device device) const;
+  BackendRef inner(at::Device device) const;
+  Inner inner() const;
   // Returns the core's op for a call, or nullopt if the core does not support these tensors or this
   // op.
   std::optional<cgx_op_t> served(at::TensorList tensors, const c10d::ReduceOp& op) const;
@@ -184,13 +217,17 @@ class Backend final : public c10d::Backend {
   BackendRef related(const c10::intrusive_ptr<c10d::Store>& store, const OptionsRef& options,
                      int rank, int size);
   void close_communicator();
+  void disconnect(const std::string& reason);  // aborts everything
+  void end_members(const std::string& reason);
 
-  const int32_t comm_;
   const std::string name_;  // the communicator's
+  std::atomic<int32_t> comm_;
+  mutable std::mutex inner_mutex_;
   Inner inner_;
   const bool cuda_;
   const c10::intrusive_ptr<Options> options_;
   const MakeBackend make_backend_;
+  const std::optional<Reconfigurations> reconfigurations_;
   c10::intrusive_ptr<c10d::Store> related_store_;  // of the group that split or merge made last
   c10::weak_intrusive_ptr<c10d::Backend> related_{c10::intrusive_ptr<c10d::Backend>()};
   std::atomic<uint64_t> sequence_{0};

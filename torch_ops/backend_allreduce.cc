@@ -91,7 +91,7 @@ CallBuilder Backend::core_call(cgx_verb_t verb, at::ScalarType dtype, const Deci
                                    : "";
   // Matched separately from calls of torch.ops.cgx on this communicator.
   CallBuilder call("c10d" + name);
-  call.fields.comm = comm_;
+  call.fields.comm = communicator();
   call.fields.verb = verb;
   call.fields.dtype = *core_dtype(dtype);
   call.fields.config = how.config;

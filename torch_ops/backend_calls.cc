@@ -61,9 +61,11 @@ at::Device device_of(at::TensorList tensors) {
 
 // ---- forwarding to an inner backend ------------------------------------------------------------
 
-c10d::Backend& Backend::inner(at::Device device) const {
+Backend::BackendRef Backend::inner(at::Device device) const {
+  (void)communicator();
+  const std::lock_guard<std::mutex> lock(inner_mutex_);
   const auto found = inner_.find(device.type());
-  if (found != inner_.end()) return *found->second;
+  if (found != inner_.end()) return found->second;
   C10_THROW_ERROR(
       NotImplementedError,
       c10::str("the backend cgx cannot move tensors on ", device, " here",
@@ -100,7 +102,7 @@ Backend::WorkRef Backend::forward_reduction(const char* title, at::TensorList sh
 template <typename Start>
 Backend::WorkRef Backend::naming_losses(const char* title, at::Device device, Start&& start) {
   if (!device.is_cpu()) return start();
-  const LossFinder finder(comm_, title);
+  const LossFinder finder(communicator(), title);
   try {
     return with_named_failures(
         start(), [finder](std::exception_ptr failure) { return finder.named(std::move(failure)); });
@@ -114,9 +116,9 @@ Backend::WorkRef Backend::start_inner(const char* title, at::TensorList shown, M
                                       Arguments&&... arguments) {
   ProfiledCall call(title, shown);
   const at::Device device = device_of(shown);
-  c10d::Backend& backend = inner(device);
+  const BackendRef backend = inner(device);
   WorkRef work = naming_losses(
-      title, device, [&] { return (backend.*method)(std::forward<Arguments>(arguments)...); });
+      title, device, [&] { return (*backend.*method)(std::forward<Arguments>(arguments)...); });
   call.until(work);
   // Point-to-point calls are not collective, so they do not count. NCCL returns no work for calls
   // that have ended already.
@@ -265,14 +267,14 @@ Backend::WorkRef Backend::barrier(const c10d::BarrierOptions& options) {
   ++sequence_;
   const at::Device device = options.device.value_or(at::Device(at::kCPU));
   WorkRef work =
-      naming_losses("cgx:barrier", device, [&] { return inner(device).barrier(options); });
+      naming_losses("cgx:barrier", device, [&] { return inner(device)->barrier(options); });
   call.until(work);
   return coalesced(std::move(work));
 }
 
 void Backend::monitoredBarrier(const c10d::BarrierOptions& options, bool wait_all_ranks) {
   ++sequence_;
-  inner(at::kCPU).monitoredBarrier(options, wait_all_ranks);
+  inner(at::kCPU)->monitoredBarrier(options, wait_all_ranks);
 }
 
 }  // namespace cgx::torch_ops

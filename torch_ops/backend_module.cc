@@ -26,6 +26,34 @@ py::object& logger() {
   return *logger;
 }
 
+using InnerByName = std::map<std::string, Backend::BackendRef>;
+
+Backend::Inner by_device(const InnerByName& inner) {
+  Backend::Inner all;
+  for (const auto& [device, backend] : inner) all[at::Device(device).type()] = backend;
+  return all;
+}
+
+std::optional<Backend::Reconfigurations> reconfigurations_of(const py::object& given) {
+  if (given.is_none()) return std::nullopt;
+  using Reconfigurations = Backend::Reconfigurations;
+  using Connected = std::tuple<int, int, int32_t, InnerByName>;
+  const auto connect =
+      given.attr("reconfigure")
+          .cast<std::function<Connected(const Reconfigurations::Handles&, int64_t,
+                                        std::optional<Backend::Milliseconds>,
+                                        Reconfigurations::Disconnect)>>();
+  return Reconfigurations{
+      given.attr("handle").cast<std::function<std::string()>>(),
+      [connect](const Reconfigurations::Handles& handles, int64_t uuid,
+                std::optional<Backend::Milliseconds> timeout,
+                Reconfigurations::Disconnect disconnect) {
+        const auto [rank, size, comm, inner] =
+            connect(handles, uuid, timeout, std::move(disconnect));
+        return Backend::Members{rank, size, comm, by_device(inner)};
+      }};
+}
+
 }  // namespace
 
 // Asks Python once a second, so that a call costs only a clock read if debug logging is off.
@@ -107,17 +135,16 @@ void bind_backend(py::module_& module) {
 
   py::class_<Backend, c10::intrusive_ptr<Backend>, c10d::Backend>(module, "Backend")
       .def(py::init([](int rank, int size, int32_t communicator,
-                       const std::map<std::string, Backend::BackendRef>& inner, bool cuda,
-                       c10::intrusive_ptr<Options> options, Backend::MakeBackend make_backend) {
-             Backend::Inner by_device;
-             for (const auto& [device, backend] : inner) {
-               by_device[at::Device(device).type()] = backend;
-             }
-             return c10::make_intrusive<Backend>(rank, size, communicator, std::move(by_device),
-                                                 cuda, std::move(options), std::move(make_backend));
+                       const InnerByName& inner, bool cuda,
+                       c10::intrusive_ptr<Options> options, Backend::MakeBackend make_backend,
+                       const py::object& reconfigurations) {
+             return c10::make_intrusive<Backend>(rank, size, communicator, by_device(inner), cuda,
+                                                 std::move(options), std::move(make_backend),
+                                                 reconfigurations_of(reconfigurations));
            }),
            py::arg("rank"), py::arg("size"), py::arg("communicator"), py::arg("inner"),
-           py::arg("cuda"), py::arg("options"), py::arg("make_backend"))
+           py::arg("cuda"), py::arg("options"), py::arg("make_backend"),
+           py::arg("reconfigurations") = py::none())
       .def_property_readonly("communicator", &Backend::communicator)
       .def_property_readonly("_timeout",
                              [](Backend& self) { return self.getBackendOptions()->timeout; })

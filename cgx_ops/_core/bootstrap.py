@@ -17,6 +17,7 @@ def create(
     transport: str | None,
     timeout: float | None,
     noise_rank: int | None,
+    elastic: bool,
 ) -> int:
     """Return the id of a new communicator. See Communicator.create() for the arguments."""
     startup.check_environment()
@@ -42,6 +43,7 @@ def create(
         transport=None if transport is None else library.encode(transport),
         timeout_s=timeout or 0.0,
         noise_rank=None if noise_rank is None else pointer(c_int32(noise_rank)),
+        elastic=elastic,
     )
     made = c_int32(-1)
     library.check(_numpy_ops.create(addressof(bootstrap), gather, addressof(made)))

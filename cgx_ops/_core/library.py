@@ -47,6 +47,7 @@ _CALLS: dict[str, tuple[Any, ...]] = {
     "cgx_carried_traffic": (POINTER(Traffic),),
     "cgx_comm_find_lost": (c_int32, c_double),
     "cgx_comm_close": (c_int32,),
+    "cgx_comm_abort": (c_int32, c_char_p),
     "cgx_start": (POINTER(Collective), c_void_p, c_void_p, POINTER(c_void_p)),
     "cgx_run": (POINTER(Collective),),
     "cgx_run_for": (POINTER(Collective), c_double, POINTER(c_void_p)),

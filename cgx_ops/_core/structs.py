@@ -36,6 +36,7 @@ class Bootstrap(_Sized):
         ("transport", c_char_p),
         ("timeout_s", c_double),
         ("noise_rank", POINTER(c_int32)),
+        ("elastic", c_int32),
     )
 
 

@@ -14,6 +14,7 @@ namespace cgx {
 namespace {
 
 constexpr size_t kMostBlobBytes = 4096;
+constexpr Communicator::Seconds kLongestAbort(1);  // that GPUs may take to end their kernels
 constexpr size_t kLongestRefusal = 512;  // with the name, this fits the control messages of every
                                          // transport
 
@@ -317,12 +318,20 @@ std::vector<Bytes> Communicator::exchange(const std::vector<int>& members, const
 }
 
 void Communicator::close() {
-  {
-    const std::lock_guard lock(devices_mutex_);
-    if (devices_ && !closed_) devices_->close(timeout);
-  }
+  close_devices(timeout);
   if (engine_) engine_->close(timeout);
   closed_ = true;
+}
+
+void Communicator::abort(const std::string& reason) {
+  close_devices(kLongestAbort);
+  if (engine_) engine_->abort(reason);
+  closed_ = true;
+}
+
+void Communicator::close_devices(Seconds at_most) {
+  const std::lock_guard lock(devices_mutex_);
+  if (devices_ && !closed_) devices_->close(at_most);
 }
 
 }  // namespace cgx

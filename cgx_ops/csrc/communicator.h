@@ -63,6 +63,8 @@ class Communicator {
   void start(std::unique_ptr<Algorithm> algorithm, const std::string& name, uint64_t number,
              const Agreement& agreement, Seconds at_most, cgx_callback_t callback, void* context);
   void close();
+  // See Engine::abort. On GPUs it is a close whose waits are short.
+  void abort(const std::string& reason);
 
   const std::string name;
   const int rank, noise_rank, size;
@@ -94,6 +96,7 @@ class Communicator {
   std::shared_ptr<Collective> planned(const cgx_collective_t& call);
   void copy_through(const Plan& plan, Collective* collective);
 
+  void close_devices(Seconds at_most);
   // Connects the ranks' GPUs, if they are not connected.
   device::Group& devices(device::Device& device, Seconds at_most);
 

@@ -16,6 +16,9 @@ namespace {
 
 constexpr size_t kOfferBytes = 512;  // of one transport
 constexpr size_t kReasonBytes = 400;
+constexpr auto kNeedsUlfm =
+    "this group may lose processes, and MPI connects the survivors only with ULFM (User Level "
+    "Failure Mitigation), which cgx does not use";
 
 // The first blob of every rank.
 struct Hello {
@@ -150,7 +153,7 @@ CommunicatorRef alone(const std::string& name, int noise_rank, Communicator::Sec
 
 CommunicatorRef connect(const std::string& name, int rank, int noise_rank, int size,
                         const Allgather& allgather, const std::string& type,
-                        Communicator::Seconds timeout) {
+                        Communicator::Seconds timeout, bool elastic) {
   if (size == 1) {
     (void)env_timeout_seconds();
     return alone(name, noise_rank, timeout);
@@ -168,8 +171,10 @@ CommunicatorRef connect(const std::string& name, int rank, int noise_rank, int s
   const bool any = type == "AUTO" || type == "NCCL";  // NCCL applies to GPUs only
   for (const auto& entry : transport_table()) {
     if (!any && type != entry.communicator_type) continue;
-    std::string why;
-    auto transport = try_transport(entry, rank, size, allgather, timeout, &why);
+    std::string why = kNeedsUlfm;
+    std::unique_ptr<Transport> transport;
+    if (!elastic || entry.elastic)
+      transport = try_transport(entry, rank, size, allgather, timeout, &why);
     if (transport)
       return std::make_shared<Communicator>(name, rank, noise_rank, greeted.topology, type, timeout,
                                             greeted.unread_bytes, std::move(transport));

@@ -86,10 +86,14 @@ void add(const Communicator& communicator, Traffic* traffic) {
   traffic->add(totals.collectives, totals.bytes_in, totals.bytes_plain, communicator.bytes_sent());
 }
 
-void close(Communicator& communicator) {
-  communicator.close();
+void forget(const Communicator& communicator) {
   add(communicator, &Traffic::closed());
   if (communicator.failed()) job_failed = true;
+}
+
+void close(Communicator& communicator) {
+  communicator.close();
+  forget(communicator);
 }
 
 int64_t nanoseconds(Clock::duration time) {
@@ -163,9 +167,12 @@ cgx_status_t cgx_comm_create(const cgx_bootstrap_t* bootstrap, int32_t* comm) {
                            all.begin() + (rank + 1) * mine.size());
       return blobs;
     };
+    require(bootstrap->elastic == 0 || bootstrap->elastic == 1, CGX_INVALID_ARGUMENT, "elastic is ",
+            bootstrap->elastic, "; accepted: 0 or 1");
     *comm = Registry::instance().add(connect(name, bootstrap->rank, noise_rank, size, allgather,
                                              transport_or_default(bootstrap->transport),
-                                             timeout_or_default(bootstrap->timeout_s)));
+                                             timeout_or_default(bootstrap->timeout_s),
+                                             /*elastic=*/bootstrap->elastic != 0));
   });
 }
 
@@ -253,6 +260,15 @@ cgx_status_t cgx_comm_find_lost(int32_t comm, double seconds) {
 
 cgx_status_t cgx_comm_close(int32_t comm) {
   return guarded([&] { close(*Registry::instance().remove(comm)); });
+}
+
+cgx_status_t cgx_comm_abort(int32_t comm, const char* reason) {
+  return guarded([&] {
+    require(reason != nullptr, CGX_INVALID_ARGUMENT, "reason is NULL: pass a text");
+    const CommunicatorRef communicator = Registry::instance().remove(comm);
+    communicator->abort(reason);
+    forget(*communicator);
+  });
 }
 
 cgx_status_t cgx_start(const cgx_collective_t* collective, cgx_callback_t callback, void* context,

@@ -148,10 +148,16 @@ Totals Engine::totals() const {
 }
 
 void Engine::close(std::chrono::duration<double> at_most) {
+  stop(at_most, "it was closed on this rank", /*failed=*/false);
+}
+
+void Engine::abort(const std::string& reason) { stop(kFailedGrace, reason, /*failed=*/true); }
+
+void Engine::stop(std::chrono::duration<double> at_most, const std::string& reason, bool failed) {
   std::unique_lock lock(mutex_);
   if (stop_) return;
   stop_ = true;
-  if (!closed_.exchange(true)) close_reason_ = "it was closed on this rank";
+  if (!closed_.exchange(true)) close_reason_ = reason;
   work_given_.notify_all();
   transport_->wake();
   changed_.wait(lock, [&] { return !role_taken_; });
@@ -160,8 +166,8 @@ void Engine::close(std::chrono::duration<double> at_most) {
   if (thread_.joinable()) thread_.join();
 
   progress();  // accepts the last submissions
-  drop_announcements();
-  if (in_flight_) fail_all(CGX_CLOSED, "it was closed on this rank");
+  drop_announcements(reason);
+  if (failed || in_flight_) fail_all(CGX_CLOSED, reason);
   // Also after a failure: peers may not have read the results of earlier collectives yet.
   if (failed_) at_most = std::min<std::chrono::duration<double>>(at_most, kFailedGrace);
   const auto deadline = Clock::now() + std::chrono::duration_cast<Clock::duration>(at_most);

@@ -56,6 +56,9 @@ class Engine : private Sink {
 
   // Waits until peers have read all messages, at most for at_most, then leaves.
   void close(std::chrono::duration<double> at_most);
+  // Ends all collectives, here and on the peers, with this reason. Peers have only a moment to read
+  // what was sent to them.
+  void abort(const std::string& reason);
 
   bool closed() const { return closed_.load(); }
   // Throws Error(CGX_CLOSED) with the reason if the communicator is closed.
@@ -75,6 +78,8 @@ class Engine : private Sink {
   void put(const CollectiveRef& collective);
   template <typename Done>
   void wait_until(Done&& done, std::optional<Clock::time_point> limit);
+  // `failed`: also ends the peers' collectives.
+  void stop(std::chrono::duration<double> at_most, const std::string& reason, bool failed);
 
   // The progress role.
   bool try_take_role();
@@ -110,7 +115,7 @@ class Engine : private Sink {
   void check_waits();  // checks deadlines and lost peers
   std::optional<int> lost_member(const Collective& collective) const;  // that it waits for
   void drop(Collective& announcement, cgx_status_t status, const std::string& reason);
-  void drop_announcements();  // at the close
+  void drop_announcements(const std::string& reason);  // at the close
   void finish(Collective& collective, cgx_status_t status, std::string error);
   void end(Collective& collective, cgx_status_t status, std::string error);
   // `from_peer`: a peer that gave up sent this reason. `cause`: the collective whose deadline

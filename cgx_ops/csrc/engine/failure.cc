@@ -140,10 +140,10 @@ void Engine::drop(Collective& announcement, cgx_status_t status, const std::stri
   finish(announcement, status, join("communicator '", name_, "', rank ", rank_, ": ", reason));
 }
 
-void Engine::drop_announcements() {
+void Engine::drop_announcements(const std::string& reason) {
   for (auto next = running_.begin(); next != running_.end();) {
     Collective& collective = *(next++)->second;
-    if (collective.announcement) drop(collective, CGX_CLOSED, "it was closed on this rank");
+    if (collective.announcement) drop(collective, CGX_CLOSED, reason);
   }
 }
 

@@ -16,17 +16,17 @@ constexpr int64_t kSharedChunkBytes = 4 * kChunkBytes;
 const std::vector<TransportEntry>& transport_table() {
   static const std::vector<TransportEntry> table = {
       {"thread", "ranks are threads of one process; they read each other's memory in place", "",
-       kSharedChunkBytes, make_thread_connector},
+       kSharedChunkBytes, true, make_thread_connector},
       {"shm", "ranks are processes of one host; they map each other's unnamed memory files", "SHM",
-       kSharedChunkBytes, make_shm_connector},
-      {"hybrid", "several hosts: shm within each, mpi between them", "", kChunkBytes,
+       kSharedChunkBytes, true, make_shm_connector},
+      {"hybrid", "several hosts: shm within each, mpi between them", "", kChunkBytes, false,
        make_hybrid_connector},
       {"mpi", "everything that MPI supports: TCP, UCX, RoCE, InfiniBand; fragmented messages",
-       "MPI", kChunkBytes, make_mpi_connector},
-      {"hybrid_tcp", "several hosts: shm within each, tcp between them", "", kChunkBytes,
+       "MPI", kChunkBytes, false, make_mpi_connector},
+      {"hybrid_tcp", "several hosts: shm within each, tcp between them", "", kChunkBytes, true,
        make_hybrid_tcp_connector},
       {"tcp", "sockets, IPv4 and IPv6, without MPI; authenticated connections", "TCP", kChunkBytes,
-       make_tcp_connector},
+       true, make_tcp_connector},
   };
   return table;
 }

@@ -187,6 +187,7 @@ struct TransportEntry {
   const char* description;
   const char* communicator_type;  // the COMMUNICATOR_TYPE that requires it; "" if AUTO only
   int64_t chunk_bytes;            // largest encoded size of a message of a large tensor
+  bool elastic;                   // whether it connects the survivors of a lost process
   // Returns nullptr if this process cannot use the transport at all (MPI is not initialized). If it
   // throws, this rank has no offer and reports the reason.
   std::unique_ptr<Connector> (*make)(int rank, int size);

@@ -72,13 +72,26 @@ def connect(
     name: str,
     timeout: datetime.timedelta,
     transport: str | None,
+    *,
+    noise_rank: int | None = None,
+    elastic: bool = False,
 ) -> Communicator:
     """Create the communicator of a group. Collective over its ranks.
+
+    Args:
+        gather: an allgather among the ranks.
+        rank: this rank in the group.
+        size: number of ranks.
+        name: the communicator's name.
+        timeout: its default deadline.
+        transport: as in BackendOptions.
+        noise_rank: as in Communicator.create; None: the rank in the job.
+        elastic: as in Communicator.create.
 
     Raises:
         DistBackendError: the ranks cannot be connected, or one of them does not arrive.
     """
-    if launch.under_mpirun():
+    if launch.under_mpirun() and not elastic:
         world.of_launcher()  # starts MPI, for ranks on several hosts
     with contextlib.suppress(NotFound):
         old = Communicator.find(name)
@@ -92,7 +105,8 @@ def connect(
             name,
             transport=transport,
             timeout=timeout.total_seconds(),
-            noise_rank=dist.get_rank() if dist.is_initialized() else rank,
+            noise_rank=_rank_in_job(rank) if noise_rank is None else noise_rank,
+            elastic=elastic,
         )
     except Unsupported as error:
         raise dist.DistBackendError(
@@ -101,6 +115,10 @@ def connect(
         ) from error
     except CgxError as error:
         raise as_backend_error(error, f"cgx, group '{name}': {error}") from error
+
+
+def _rank_in_job(rank: int) -> int:
+    return dist.get_rank() if dist.is_initialized() else rank
 
 
 # ---- 2. the communicator of a group --------------------------------------------------------------
@@ -166,6 +184,13 @@ def communicator_of(group: dist.ProcessGroup) -> Communicator:
         with slot.lock:
             slot.communicator = slot.communicator or _find_or_make(group)
     return slot.communicator
+
+
+def forget(name: str) -> None:
+    """Let the next call look up the communicator of the groups with this name again."""
+    for group, slot in list(_slots.items()):
+        if group.group_name == name:
+            slot.communicator = None
 
 
 def _find_or_make(group: dist.ProcessGroup) -> Communicator:

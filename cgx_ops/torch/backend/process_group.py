@@ -37,13 +37,12 @@ import torch.distributed as dist
 
 from cgx_ops import Communicator, Config, _torch_ops
 from cgx_ops._core import environment
-from cgx_ops._core.consistency import Gather, require_same
 from cgx_ops._core.tables import EXACT_BITS
 from cgx_ops.autotune import require_choice, verdict_of
 from cgx_ops.config import check_config
 from cgx_ops.errors import InvalidArgument, checked_seed
 from cgx_ops.torch._compat import parallel
-from cgx_ops.torch.backend import groups
+from cgx_ops.torch.backend import make
 from cgx_ops.torch.graph.work import devices
 
 NAME = "cgx"
@@ -305,96 +304,39 @@ def _create(asked: Any, pg_options: Any) -> _torch_ops.Backend:
         )
     at_first = config.with_own(bits=EXACT_BITS) if auto else config
     options = _torch_ops.Options(_compression(at_first, pg_options.seed), automatic, asked.timeout)
-    options.group_name = asked.group_id
+    name = options.group_name = asked.group_id
     options.global_ranks_in_group = asked.global_ranks_in_group
-    made = _make(
-        asked.store, asked.group_rank, asked.group_size, options, pg_options.transport, pg_options
-    )  # fmt: skip
-    if auto and asked.group_size > 1:
-        options.set_compression(
-            _by_size(config, pg_options.seed, Communicator.find(asked.group_id))
-        )
-    return made
+    _native_options[name] = options
+    chosen = make.Chosen(
+        compared=asdict(config) | {"compress": pg_options.compress, "auto_bits": auto},
+        transport=pg_options.transport,
+        measure=(lambda: _measure(name, pg_options, options)) if auto else None,
+    )
+    related = functools.partial(_make_related, name)
+    if getattr(asked, "enable_reconfigure", False):  # from torch 2.14 on
+        return make.unconnected(asked.store, asked.group_rank, default, options, related, chosen)
+    return make.connected(
+        asked.store, asked.group_rank, asked.group_size, options, related, chosen
+    )
+
+
+def _measure(name: str, chosen: BackendOptions, options: _torch_ops.Options) -> None:
+    """Set the bits by size of a group with auto_bits. Collective."""
+    communicator = Communicator.find(name)
+    if communicator.size > 1:
+        options.set_compression(_by_size(chosen.config, chosen.seed, communicator))
 
 
 def _default_group_is_ours() -> bool:
     return dist.is_initialized() and NAME in str(dist.get_backend_config())
 
 
-def _make(
-    store: parallel.Store,
-    rank: int,
-    size: int,
-    options: _torch_ops.Options,
-    transport: str | None = None,
-    chosen: BackendOptions | None = None,
-) -> _torch_ops.Backend:
-    """Create a backend: compare options, connect the ranks, add the inner backends. Collective.
-
-    Args:
-        store: the group's store.
-        rank: this rank in the group.
-        size: number of ranks.
-        options: the binding's options.
-        transport: name of the transport, or None.
-        chosen: options that are compared across ranks. None: they come from another group, where
-            they were compared already.
-    """
-    name, timeout = options.group_name, options._timeout
-    _native_options[name] = options
-    store = groups.own_store(store, name, rank)
-    gather = groups.store_allgather(store, rank, size, name, timeout)
-    if chosen is not None:
-        _require_same_options(name, chosen, gather)
-    comm = groups.connect(gather, rank, size, name, timeout, transport)
-    try:
-        inner = _inner(store, rank, size, options)
-        cuda = "cuda" in devices()
-        related = functools.partial(_make_related, name)
-        return _torch_ops.Backend(rank, size, comm.id, inner, cuda, options, related)
-    except BaseException:
-        comm.close()
-        raise
-
-
 def _make_related(
     origin: str, store: parallel.Store, rank: int, size: int, options: _torch_ops.Options
 ) -> _torch_ops.Backend:
     """Create the backend of a group split off or merged from another one, with its options."""
+    name = options.group_name
     if origin in _options:
-        _options[options.group_name] = _options[origin]
-    return _make(store, rank, size, options)
-
-
-def _require_same_options(name: str, options: BackendOptions, gather: Gather) -> None:
-    """Raise on every rank if ranks have different compression options.
-
-    With different options, ranks could wait for each other: some would use the DDP hook, others
-    not.
-    """
-    require_same(
-        f"the backend cgx, group '{name}'",
-        asdict(options.config) | {"compress": options.compress, "auto_bits": options.auto_bits},
-        gather,
-        "Use the same BackendOptions and the same CGX_* variables on all ranks. mpirun forwards a "
-        "variable to other hosts only if you name it: mpirun -x CGX_COMPRESSION_QUANTIZATION_BITS",
-        error=dist.DistBackendError,
-    )
-
-
-def _inner(
-    store: parallel.Store, rank: int, size: int, options: _torch_ops.Options
-) -> dict[str, Any]:
-    """Create the backends that run everything that the core does not, by device type."""
-    timeout = options._timeout
-    gloo = dist.ProcessGroupGloo(parallel.PrefixStore("gloo", store), rank, size, timeout=timeout)
-    inner: dict[str, Any] = {"cpu": gloo}
-    if torch.cuda.is_available() and dist.is_nccl_available():
-        nccl_options = dist.ProcessGroupNCCL.Options()
-        nccl_options._timeout = timeout
-        nccl_store = parallel.PrefixStore("nccl", store)
-        inner["cuda"] = dist.ProcessGroupNCCL(nccl_store, rank, size, nccl_options)
-    for backend in inner.values():
-        backend.options.group_name = options.group_name
-        backend.options.global_ranks_in_group = options.global_ranks_in_group
-    return inner
+        _options[name] = _options[origin]
+    _native_options[name] = options
+    return make.connected(store, rank, size, options, functools.partial(_make_related, name))

@@ -120,9 +120,11 @@ typedef struct cgx_bootstrap_t {
   double timeout_s;      /**< Default deadline of collectives, in seconds; <= 0: CGX_TIMEOUT, or 300
                               if that is unset. */
   const int32_t*
-      noise_rank; /**< The rank that rounding noise is derived from, >= 0; NULL: `rank`.
-                       Pass the rank in the whole job, so that groups with equal seeds
-                       draw different noise. Kept by cgx_comm_split and cgx_comm_group. */
+      noise_rank;  /**< The rank that rounding noise is derived from, >= 0; NULL: `rank`.
+                        Pass the rank in the whole job, so that groups with equal seeds
+                        draw different noise. Kept by cgx_comm_split and cgx_comm_group. */
+  int32_t elastic; /**< 1: use only transports that connect the survivors of a lost process: not
+                        MPI. Equal on all ranks. */
 } cgx_bootstrap_t;
 
 /** State and statistics of a communicator on this rank.
@@ -134,7 +136,7 @@ typedef struct cgx_comm_info_t {
   size_t struct_size;
   int32_t rank;          /**< This rank. */
   int32_t size;          /**< Number of ranks. */
-  int32_t closed;        /**< 1 after a failure or cgx_comm_close. */
+  int32_t closed;        /**< 1 after a failure, cgx_comm_close or cgx_comm_abort. */
   const char* name;      /**< Valid until this thread's next cgx_comm_info. */
   const char* transport; /**< "self", or one of the "transports" of cgx_describe. Static. */
   int64_t bytes_sent;    /**< Bytes sent to peers since creation, headers included. */
@@ -256,6 +258,16 @@ CGX_API cgx_status_t cgx_comm_find_lost(int32_t comm, double seconds);
  * @param comm The communicator.
  * @return CGX_OK, CGX_NOT_FOUND, or CGX_CLOSED if it was closed before. */
 CGX_API cgx_status_t cgx_comm_close(int32_t comm);
+
+/** Close a communicator on this rank, and end its collectives on all ranks. Not collective.
+ *
+ * Like cgx_comm_close, but it does not wait for peers: they have a quarter of a second to receive
+ * what was sent to them. Their collectives in flight end with CGX_PEER_FAILED and the reason.
+ *
+ * @param comm The communicator.
+ * @param reason What errors say, such as "it is rebuilt without rank 2".
+ * @return CGX_OK, CGX_NOT_FOUND, or CGX_CLOSED if it was closed before. */
+CGX_API cgx_status_t cgx_comm_abort(int32_t comm, const char* reason);
 
 /* ---- 4. collectives ----------------------------------------------------------------------- */
 

@@ -1,0 +1,228 @@
+"""Create backends "cgx": compare options, connect the ranks, add the inner backends."""
+
+import datetime
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from cgx_ops import Communicator, _torch_ops
+from cgx_ops._core.consistency import Gather, require_same
+from cgx_ops.torch._compat import parallel
+from cgx_ops.torch.backend import groups
+from cgx_ops.torch.backend.members import Handle, Meeting
+from cgx_ops.torch.graph.work import devices
+
+# Makes the backend of a group that is split off or merged: (store, rank, size, options).
+MakeRelated = Callable[[parallel.Store, int, int, _torch_ops.Options], _torch_ops.Backend]
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """What BackendOptions say about creating a group.
+
+    Attributes:
+        compared: options that must be equal on all ranks. Empty: they come from another group,
+            where they were compared.
+        transport: the name of the transport, or None.
+        measure: called on every rank once they are connected, or None.
+    """
+
+    compared: dict[str, Any] = field(default_factory=dict)
+    transport: str | None = None
+    measure: Callable[[], None] | None = None
+
+
+def connected(
+    store: parallel.Store,
+    rank: int,
+    size: int,
+    options: _torch_ops.Options,
+    related: MakeRelated,
+    chosen: Chosen = Chosen(),  # noqa: B008  (immutable)
+) -> _torch_ops.Backend:
+    """Create the backend of a group. Collective over its ranks.
+
+    Args:
+        store: the group's store.
+        rank: this rank in the group.
+        size: number of ranks.
+        options: the binding's options.
+        related: makes the backends of groups that are split off.
+        chosen: the rest.
+    """
+    name, timeout = options.group_name, options._timeout
+    store = groups.own_store(store, name, rank)
+    gather = groups.store_allgather(store, rank, size, name, timeout)
+    _require_same_options(name, chosen, gather)
+    comm = groups.connect(gather, rank, size, name, timeout, chosen.transport)
+    try:
+        inner = _inner(store, rank, size, options, timeout)
+        made = _torch_ops.Backend(
+            rank, size, comm.id, inner, "cuda" in devices(), options, related
+        )
+    except BaseException:
+        comm.close()
+        raise
+    if chosen.measure:
+        chosen.measure()
+    return made
+
+
+def unconnected(
+    store: parallel.Store,
+    rank: int,
+    default: bool,
+    options: _torch_ops.Options,
+    related: MakeRelated,
+    chosen: Chosen,
+) -> _torch_ops.Backend:
+    """Create the backend of a group that torch's reconfigure connects, from torch 2.14 on.
+
+    Args:
+        store: the group's store.
+        rank: this rank in the group, until it is connected.
+        default: whether it is the default group.
+        options: the binding's options.
+        related: makes the backends of groups that are split off.
+        chosen: the rest.
+    """
+    name = options.group_name
+    reconfigurations = _Reconfigurations(
+        name, parallel.PrefixStore(f"{name}/cgx/members", store), rank, default, options, chosen
+    )
+    return _torch_ops.Backend(
+        rank, 1, -1, {}, "cuda" in devices(), options, related, reconfigurations
+    )
+
+
+class _Reconfigurations:
+    """The successive members of a group, for its backend: see Backend::Reconfigurations in C++."""
+
+    def __init__(
+        self,
+        name: str,
+        store: parallel.Store,
+        rank: int,
+        default: bool,
+        options: _torch_ops.Options,
+        chosen: Chosen,
+    ) -> None:
+        self._name, self._store, self._default = name, store, default
+        self._options, self._chosen = options, chosen
+        self._handle = Handle.of_this_process(dist.get_rank() if dist.is_initialized() else rank)
+        self._lock = threading.Lock()
+
+    def handle(self) -> str:
+        return str(self._handle)
+
+    def reconfigure(
+        self,
+        handles: list[str] | set[str],
+        uuid: int,
+        timeout: datetime.timedelta | None,
+        disconnect: Callable[[str], None],
+    ) -> tuple[int, int, int, dict[str, Any]]:
+        """Connect the processes with these handles, under their new ranks.
+
+        The group has no communicator while this runs, nor after it fails.
+
+        Args:
+            handles: those of the next members.
+            uuid: as in Meeting.
+            timeout: for the members to come, and for each step of connecting them.
+            disconnect: ends the old group's communicator and collectives, for a reason.
+
+        Returns:
+            The rank, the number of ranks, the communicator's id and the inner backends.
+        """
+        if not self._lock.acquire(blocking=False):
+            raise dist.DistBackendError(
+                f"cgx, group '{self._name}': another thread reconfigures it: one at a time"
+            )
+        try:
+            return self._connect(handles, uuid, timeout or self._options._timeout, disconnect)
+        finally:
+            self._lock.release()
+
+    def _connect(
+        self,
+        handles: list[str] | set[str],
+        uuid: int,
+        timeout: datetime.timedelta,
+        disconnect: Callable[[str], None],
+    ) -> tuple[int, int, int, dict[str, Any]]:
+        name = self._name
+        meeting = Meeting(name, self._store, self._handle, handles, uuid)
+        rank, size = meeting.rank, meeting.size
+        disconnect(f"it is reconfigured (uuid {uuid}) to {size} ranks")
+        groups.forget(name)
+        meeting.wait(timeout)
+        gather = groups.store_allgather(meeting.store, rank, size, name, timeout)
+        _require_same_options(name, self._chosen, gather)
+        comm = groups.connect(
+            gather, rank, size, name, self._options._timeout, self._chosen.transport,
+            noise_rank=rank if self._default else self._handle.rank, elastic=True,
+        )  # fmt: skip
+        try:
+            inner = _inner(meeting.store, rank, size, self._options, timeout)
+            if self._chosen.measure:
+                self._chosen.measure()
+        except BaseException:
+            comm.close()
+            raise
+        meeting.end()
+        self._handle = self._handle.next()
+        return rank, size, comm.id, inner
+
+
+def _require_same_options(name: str, chosen: Chosen, gather: Gather) -> None:
+    """Raise on every rank if ranks have different compression options.
+
+    With different options, ranks could wait for each other: some would use the DDP hook, others
+    not.
+    """
+    if not chosen.compared:
+        return
+    require_same(
+        f"the backend cgx, group '{name}'",
+        chosen.compared,
+        gather,
+        "Use the same BackendOptions and the same CGX_* variables on all ranks. mpirun forwards a "
+        "variable to other hosts only if you name it: mpirun -x CGX_COMPRESSION_QUANTIZATION_BITS",
+        error=dist.DistBackendError,
+    )
+
+
+def _inner(
+    store: parallel.Store,
+    rank: int,
+    size: int,
+    options: _torch_ops.Options,
+    timeout: datetime.timedelta,
+) -> dict[str, Any]:
+    """Create the backends that run everything that the core does not, by device type.
+
+    Args:
+        store: the group's own part of the store.
+        rank: this rank in the group.
+        size: number of ranks.
+        options: the binding's options.
+        timeout: for connecting gloo.
+    """
+    gloo: Any = dist.ProcessGroupGloo(
+        parallel.PrefixStore("gloo", store), rank, size, timeout=timeout
+    )
+    inner: dict[str, Any] = {"cpu": gloo}
+    if torch.cuda.is_available() and dist.is_nccl_available():
+        nccl_options = dist.ProcessGroupNCCL.Options()
+        nccl_options._timeout = options._timeout
+        nccl_store = parallel.PrefixStore("nccl", store)
+        inner["cuda"] = dist.ProcessGroupNCCL(nccl_store, rank, size, nccl_options)
+    for backend in inner.values():
+        backend.options.group_name = options.group_name
+        backend.options.global_ranks_in_group = options.global_ranks_in_group
+    return inner
