@@ -144,9 +144,7 @@ class Communicator:
             CgxError: The ranks cannot be connected. Exceptions of `allgather` pass through.
         """
         return cls(
-            bootstrap.create(
-                rank, size, allgather, name, transport, timeout, noise_rank, elastic
-            )
+            bootstrap.create(rank, size, allgather, name, transport, timeout, noise_rank, elastic)
         )
 
     @classmethod

@@ -94,6 +94,7 @@ void Backend::abort() { disconnect("its process group was aborted"); }
 
 void Backend::disconnect(const std::string& reason) {
   if (comm_ != kNone && !closed_.exchange(true)) cgx_comm_abort(comm_, reason.c_str());
+  if (reconfigurations_) comm_ = kNone;
   for (const auto& [device, backend] : inner()) backend->abort();
 }
 

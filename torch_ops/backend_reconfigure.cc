@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "backend.h"
+#include "joint_work.h"
 
 #ifdef C10D_BACKEND_HAS_RECONFIGURE
 
@@ -41,7 +42,6 @@ Backend::WorkRef Backend::reconfigure(const c10d::ReconfigureOptions& options) {
 // another thread destroys the inner backends, and the next members get new ones.
 void Backend::end_members(const std::string& reason) {
   disconnect(reason);
-  comm_ = kNone;
   Inner old;
   {
     const std::lock_guard<std::mutex> lock(inner_mutex_);

@@ -61,9 +61,7 @@ def connected(
     comm = groups.connect(gather, rank, size, name, timeout, chosen.transport)
     try:
         inner = _inner(store, rank, size, options, timeout)
-        made = _torch_ops.Backend(
-            rank, size, comm.id, inner, "cuda" in devices(), options, related
-        )
+        made = _torch_ops.Backend(rank, size, comm.id, inner, "cuda" in devices(), options, related)
     except BaseException:
         comm.close()
         raise

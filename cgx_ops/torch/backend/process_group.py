@@ -315,9 +315,7 @@ def _create(asked: Any, pg_options: Any) -> _torch_ops.Backend:
     related = functools.partial(_make_related, name)
     if getattr(asked, "enable_reconfigure", False):  # from torch 2.14 on
         return make.unconnected(asked.store, asked.group_rank, default, options, related, chosen)
-    return make.connected(
-        asked.store, asked.group_rank, asked.group_size, options, related, chosen
-    )
+    return make.connected(asked.store, asked.group_rank, asked.group_size, options, related, chosen)
 
 
 def _measure(name: str, chosen: BackendOptions, options: _torch_ops.Options) -> None:

@@ -1,0 +1,280 @@
+"""Rank program: a group of the backend "cgx" that changes its members, from torch 2.14 on.
+
+    RANK=... WORLD_SIZE=5 run_torch_reconfigure.py FOLDER [RECONFIGURATIONS]
+
+The processes share a FileStore in FOLDER. They run the checks below in turn; rank 4 is killed in
+the last but one. With RECONFIGURATIONS they only reconfigure that often, and print what grew.
+"""
+
+import contextlib
+import datetime
+import gc
+import hashlib
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as distributed
+from chaos.resources import Resources
+
+from cgx_ops import Config
+from cgx_ops.torch import BackendOptions
+
+dist: Any = distributed  # torch 2.13 has no annotations of the functions used here
+FOLDER = sys.argv[1]
+RANK, SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+LIMIT = datetime.timedelta(seconds=60)
+SOON = 10.0  # seconds: an error at once, on a busy machine
+UUIDS = iter(range(1, 2**31))
+store = dist.FileStore(f"{FOLDER}/store", SIZE)
+
+
+def backend() -> Any:
+    return dist.get_backend_impl(dist.group.WORLD, torch.device("cpu"))
+
+
+def meet(what: str, ranks: Sequence[int]) -> None:
+    """Wait for these processes."""
+    store.set(f"{what} {RANK}", "here")
+    store.wait([f"{what} {rank}" for rank in ranks], LIMIT)
+
+
+def collect(what: object, ranks: Sequence[int]) -> list[str]:
+    """Return the handles of these processes, each of which calls it."""
+    store.set(f"handle {what} {RANK}", dist._get_reconfigure_handle())
+    return [store.get(f"handle {what} {rank}").decode() for rank in ranks]
+
+
+def join(*groups: Sequence[int], timeout: datetime.timedelta = LIMIT) -> None:
+    """Reconfigure each group to these processes, in this order. Every process calls it."""
+    turn = next(UUIDS)
+    for number, ranks in enumerate(groups):
+        if RANK not in ranks:
+            continue
+        uuid = turn * 10 + number
+        assert dist._reconfigure(uuid, collect(uuid, ranks), timeout=timeout).wait()
+        assert (dist.get_rank(), dist.get_world_size()) == (list(ranks).index(RANK), len(ranks))
+
+
+def digest() -> str:
+    """Return a hash of all results of a few calls, which depend on this rank and the group only."""
+    results = []
+    for numel in (0, 1, 17, 511, 513, 100_007):
+        values = torch.randn(numel, generator=torch.Generator().manual_seed(dist.get_rank()))
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            tensor = values.to(dtype)
+            dist.all_reduce(tensor)
+            results.append(tensor.float())
+    gathered = [torch.empty(2) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, torch.tensor([1.0, dist.get_rank()]))  # by the inner gloo
+    results += gathered
+    return hashlib.sha256(torch.cat(results).numpy().tobytes()).hexdigest()
+
+
+@contextlib.contextmanager
+def fails(*texts: str, within: float = SOON) -> Any:
+    """Check that the block raises a torch error with these texts, in time."""
+    begin = time.monotonic()
+    try:
+        yield
+    except (RuntimeError, ValueError) as error:
+        for text in texts:
+            assert text in str(error), (text, str(error))
+        assert time.monotonic() - begin < within, time.monotonic() - begin
+    else:
+        raise AssertionError(f"no error with {texts}")
+
+
+# ---- Checks --------------------------------------------------------------------------------------
+
+
+def is_not_connected_before() -> None:
+    assert dist._supports_reconfigure()
+    with fails("is not connected", "_reconfigure"):
+        dist.all_reduce(torch.ones(4))
+    with fails("is not connected"):
+        dist.barrier()
+    meet("not connected", range(SIZE))
+
+
+def shrinks_grows_splits_and_equals_a_fresh_group() -> None:
+    join([0, 1, 2])
+    fresh = digest() if RANK < 3 else ""
+    join(range(SIZE))
+    whole = digest()
+    join([4, 2, 0])
+    others = digest() if RANK in (0, 2, 4) else ""
+    join([0, 1], [2, 3, 4])
+    if RANK >= 2:
+        others = digest()
+    join(range(SIZE))
+    assert digest() == whole
+    join([2, 1, 0], [3], [4])
+    if RANK < 3:
+        assert digest() == fresh, "not as in a fresh group of three"
+        store.set("fresh", fresh)
+    assert others in ("", store.get("fresh").decode())
+
+
+def ends_collectives_in_flight() -> None:
+    join(range(SIZE))
+    digest()
+    handles, uuid = collect("in flight", range(SIZE)), next(UUIDS) * 10
+    if RANK == 0:
+        time.sleep(0.5)
+    elif RANK < 3:
+        with fails("it is reconfigured (uuid", "to 4 ranks"):
+            dist.all_reduce(torch.ones(1000))
+    elif RANK == 3:
+        with fails("broadcast"):  # by the inner gloo
+            dist.broadcast(torch.ones(10), 0)
+    if RANK < 4:
+        dist._reconfigure(uuid, handles[3::-1], timeout=LIMIT)
+        assert dist.get_rank() == 3 - RANK
+        digest()
+    meet("ended", range(SIZE))
+
+
+def recovers_after_abort_and_timeout() -> None:
+    join(range(SIZE))
+    digest()
+    backend().abort()
+    assert str(backend().get_error()) == "ErrorType.SUCCESS"
+    with fails("is not connected"):
+        dist.all_reduce(torch.ones(4))
+    join(range(SIZE))
+    meet("after abort", range(SIZE))
+    if RANK != 1:  # rank 1 is late
+        backend().set_timeout(datetime.timedelta(seconds=1))
+        with fails("rank 1 has not started it", within=1 + SOON):
+            dist.all_reduce(torch.ones(4))
+        backend().set_timeout(LIMIT)
+    join([0, 2, 3, 4])
+    if RANK != 1:
+        digest()
+    join(range(SIZE))
+    digest()
+
+
+def refuses_bad_input() -> None:
+    join(range(SIZE))
+    before = digest()
+    stale = dist._get_reconfigure_handle()
+    join(range(SIZE))
+    with fails("ended with an earlier reconfiguration"):
+        dist._reconfigure(next(UUIDS) * 10, [stale], timeout=LIMIT)
+    assert digest() == before, "a refused call ended the group"
+    uuid = next(UUIDS) * 10
+    other = dist._get_reconfigure_handle()
+    store.set(f"stale {RANK}", stale if RANK == 2 else other)
+    listed = [store.get(f"stale {rank}").decode() for rank in range(SIZE)]
+    with fails("ended with an earlier reconfiguration"):  # on every rank
+        dist._reconfigure(uuid, listed, timeout=LIMIT)
+    with fails("already used"):
+        dist._reconfigure(20, [dist._get_reconfigure_handle()], timeout=LIMIT)
+    join(range(SIZE))
+    assert digest() == before
+
+
+def refuses_another_config() -> None:
+    """A newcomer with other options; each process has a second group for it."""
+    bits = 8 if RANK == 3 else 4
+    options = BackendOptions(Config(bits=bits), compress="all")
+    dist.destroy_process_group()
+    start(options)
+    with fails("bits", "Use the same BackendOptions"):
+        join(range(SIZE))
+    dist.destroy_process_group()
+    start()
+    join(range(SIZE))
+    digest()
+
+
+def survives_kills() -> None:
+    """Rank 4 is killed while the others reduce, and rank 3 while they reconfigure."""
+    join([0, 1, 2])
+    fresh = digest() if RANK < 3 else ""
+    join(range(SIZE))
+    digest()
+    meet("kill", range(SIZE))
+    if RANK == 4:
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    with fails("rank 4"):
+        while True:
+            dist.all_reduce(torch.ones(300_000))
+    if RANK == 3:
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        time.sleep(10)
+    with fails("to call it"):
+        uuid = next(UUIDS) * 10
+        handles = collect(uuid, range(3))
+        lost = f"cgx:3:{'0' * 16}:0"
+        dist._reconfigure(uuid, [*handles, lost], timeout=datetime.timedelta(seconds=2))
+    with fails("is not connected"):
+        dist.all_reduce(torch.ones(4))
+    join([0, 1, 2])
+    assert digest() == fresh
+
+
+CHECKS: tuple[Callable[[], None], ...] = (
+    is_not_connected_before,
+    shrinks_grows_splits_and_equals_a_fresh_group,
+    ends_collectives_in_flight,
+    recovers_after_abort_and_timeout,
+    refuses_bad_input,
+    refuses_another_config,
+    survives_kills,
+)
+
+
+# ---- The program ---------------------------------------------------------------------------------
+
+
+def start(options: BackendOptions | None = None) -> None:
+    default = BackendOptions(Config(bits=4, rounding="stochastic"), compress="all", seed=3)
+    dist.init_process_group(
+        "cgx", rank=RANK, world_size=SIZE, store=store, timeout=LIMIT, enable_reconfigure=True,
+        pg_options=options or default,
+    )  # fmt: skip
+
+
+def soak(reconfigurations: int) -> None:
+    """Reconfigure often, to all ranks and to all but the last one in turn."""
+    before, resident = None, []
+    for turn in range(reconfigurations):
+        join(range(SIZE if turn % 2 == 0 else SIZE - 1))
+        if turn % 2 == 0 or RANK < SIZE - 1:
+            dist.all_reduce(torch.ones(1000))
+        if turn >= reconfigurations // 4 and turn % 2 == 0 and turn % 50 == 0:
+            gc.collect()
+            time.sleep(0.1)
+            before = before or Resources()
+            with open("/proc/self/statm") as statm:
+                resident.append(int(statm.read().split()[1]) * 4)
+    meet("soaked", range(SIZE))
+    assert before is not None
+    growth = Resources().more_than(before)
+    print(f"rank {RANK}: {reconfigurations} reconfigurations; growth: {growth or 'none'}; "
+          f"resident KiB: {resident[0]} to {resident[-1]}", flush=True)  # fmt: skip
+
+
+def main() -> None:
+    start()
+    if len(sys.argv) > 2:
+        soak(int(sys.argv[2]))
+    else:
+        for check in CHECKS:
+            begin = time.monotonic()
+            check()
+            print(f"{check.__name__}: ok, {time.monotonic() - begin:.1f} s", flush=True)
+    dist.destroy_process_group()
+    print("OK", flush=True)
+
+
+if __name__ == "__main__":
+    main()
