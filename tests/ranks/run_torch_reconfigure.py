@@ -31,7 +31,13 @@ RANK, SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 LIMIT = datetime.timedelta(seconds=60)
 SOON = 10.0  # seconds: an error at once, on a busy machine
 UUIDS = iter(range(1, 2**31))
-store = dist.FileStore(f"{FOLDER}/store", SIZE)
+# A FileStore outlives every process, but is read from its beginning by each of them.
+SOAKS = len(sys.argv) > 2
+store = (
+    dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), SIZE, RANK == 0)
+    if SOAKS
+    else dist.FileStore(f"{FOLDER}/store", SIZE)
+)
 
 
 def backend() -> Any:
@@ -259,13 +265,16 @@ def soak(reconfigurations: int) -> None:
     meet("soaked", range(SIZE))
     assert before is not None
     growth = Resources().more_than(before)
-    print(f"rank {RANK}: {reconfigurations} reconfigurations; growth: {growth or 'none'}; "
-          f"resident KiB: {resident[0]} to {resident[-1]}", flush=True)  # fmt: skip
+    print(
+        f"rank {RANK}: {reconfigurations} reconfigurations; growth: {growth or 'none'}; "
+        f"resident KiB: {resident[0]} to {resident[-1]}; {store.num_keys()} keys in the store",
+        flush=True,
+    )
 
 
 def main() -> None:
     start()
-    if len(sys.argv) > 2:
+    if SOAKS:
         soak(int(sys.argv[2]))
     else:
         for check in CHECKS:

@@ -1,4 +1,4 @@
-"""How processes that reconfigure a group meet in its store (torch 2.14 calls it; see members.py)."""
+"""How processes that reconfigure a group (from torch 2.14 on) meet in its store."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from cgx_ops import Communicator, _torch_ops
+from cgx_ops import _torch_ops
 from cgx_ops._core.consistency import Gather, require_same
 from cgx_ops.torch._compat import parallel
 from cgx_ops.torch.backend import groups
@@ -42,7 +42,7 @@ def connected(
     size: int,
     options: _torch_ops.Options,
     related: MakeRelated,
-    chosen: Chosen = Chosen(),  # noqa: B008  (immutable)
+    chosen: Chosen = Chosen(),
 ) -> _torch_ops.Backend:
     """Create the backend of a group. Collective over its ranks.
 
