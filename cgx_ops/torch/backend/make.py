@@ -43,6 +43,8 @@ def connected(
     options: _torch_ops.Options,
     related: MakeRelated,
     chosen: Chosen = Chosen(),
+    noise_rank: int | None = None,
+    elastic: bool = False,
 ) -> _torch_ops.Backend:
     """Create the backend of a group. Collective over its ranks.
 
@@ -53,12 +55,16 @@ def connected(
         options: the binding's options.
         related: makes the backends of groups that are split off.
         chosen: the rest.
+        noise_rank: as in Communicator.create; None: the rank in the job.
+        elastic: as in Communicator.create.
     """
     name, timeout = options.group_name, options._timeout
     store = groups.own_store(store, name, rank)
     gather = groups.store_allgather(store, rank, size, name, timeout)
     _require_same_options(name, chosen, gather)
-    comm = groups.connect(gather, rank, size, name, timeout, chosen.transport)
+    comm = groups.connect(
+        gather, rank, size, name, timeout, chosen.transport, noise_rank=noise_rank, elastic=elastic
+    )
     try:
         inner = _inner(store, rank, size, options, timeout)
         made = _torch_ops.Backend(rank, size, comm.id, inner, "cuda" in devices(), options, related)

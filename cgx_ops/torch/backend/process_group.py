@@ -24,6 +24,7 @@ logger "cgx_ops.torch.backend" logs each decision and its reason at level DEBUG.
 """
 
 import contextlib
+import datetime
 import functools
 import logging
 import os
@@ -284,43 +285,75 @@ def _create(asked: Any, pg_options: Any) -> _torch_ops.Backend:
         _world_options = pg_options
         _options.clear()
     _options[asked.group_id] = pg_options
-    config = pg_options.config
-    if (
-        default
-        and config.bits != EXACT_BITS
-        and torch.cuda.is_available()
-        and "cuda" not in devices()
-    ):
+    compresses = pg_options.config.bits != EXACT_BITS
+    if default and compresses and torch.cuda.is_available() and "cuda" not in devices():
         _log.warning(
             "cgx_ops was built without CUDA: NCCL sends allreduces of CUDA tensors uncompressed. "
             "To compress them, rebuild cgx_ops with nvcc on PATH or in CUDA_HOME"
         )
-    automatic = _AUTOMATIC[pg_options.compress]
-    auto = pg_options.auto_bits
-    if auto and torch.cuda.is_available():
+    if pg_options.auto_bits and torch.cuda.is_available():
         _log.warning(
             "auto_bits is measured with CPU tensors only: allreduces of CUDA tensors are sent "
             "exact. To compress them, leave auto_bits out and set Config(bits=...)"
         )
-    at_first = config.with_own(bits=EXACT_BITS) if auto else config
-    options = _torch_ops.Options(_compression(at_first, pg_options.seed), automatic, asked.timeout)
-    name = options.group_name = asked.group_id
+    options = native_options(pg_options, asked.group_id, asked.timeout)
     options.global_ranks_in_group = asked.global_ranks_in_group
-    _native_options[name] = options
-    chosen = make.Chosen(
-        compared=asdict(config) | {"compress": pg_options.compress, "auto_bits": auto},
-        transport=pg_options.transport,
-        measure=(lambda: _measure(name, pg_options, options)) if auto else None,
-    )
-    related = functools.partial(_make_related, name)
+    _native_options[asked.group_id] = options
     if getattr(asked, "enable_reconfigure", False):  # from torch 2.14 on
+        related, chosen = _related(options.group_name), _chosen(pg_options, options)
         return make.unconnected(asked.store, asked.group_rank, default, options, related, chosen)
-    return make.connected(asked.store, asked.group_rank, asked.group_size, options, related, chosen)
+    return make_backend(asked.store, asked.group_rank, asked.group_size, options, pg_options)
 
 
-def _measure(name: str, chosen: BackendOptions, options: _torch_ops.Options) -> None:
+def native_options(
+    chosen: BackendOptions, name: str, timeout: datetime.timedelta
+) -> _torch_ops.Options:
+    """Return the binding's options of a new group, which is exact at first with auto_bits."""
+    config = chosen.config.with_own(bits=EXACT_BITS) if chosen.auto_bits else chosen.config
+    automatic = _AUTOMATIC[chosen.compress]
+    options = _torch_ops.Options(_compression(config, chosen.seed), automatic, timeout)
+    options.group_name = name
+    return options
+
+
+def make_backend(
+    store: parallel.Store,
+    rank: int,
+    size: int,
+    options: _torch_ops.Options,
+    chosen: BackendOptions,
+    noise_rank: int | None = None,
+    elastic: bool = False,
+) -> _torch_ops.Backend:
+    """Create the backend of a group. Collective over its ranks.
+
+    Args:
+        store: the group's store.
+        rank: this rank in the group.
+        size: number of ranks.
+        options: the binding's options, from native_options().
+        chosen: the options that they are made from; ranks compare them.
+        noise_rank: as in Communicator.create; None: the rank in the job.
+        elastic: as in Communicator.create.
+    """
+    return make.connected(
+        store, rank, size, options, _related(options.group_name), _chosen(chosen, options),
+        noise_rank=noise_rank, elastic=elastic,
+    )  # fmt: skip
+
+
+def _chosen(chosen: BackendOptions, options: _torch_ops.Options) -> make.Chosen:
+    return make.Chosen(
+        compared=asdict(chosen.config)
+        | {"compress": chosen.compress, "auto_bits": chosen.auto_bits},
+        transport=chosen.transport,
+        measure=functools.partial(_measure, chosen, options) if chosen.auto_bits else None,
+    )
+
+
+def _measure(chosen: BackendOptions, options: _torch_ops.Options) -> None:
     """Set the bits by size of a group with auto_bits. Collective."""
-    communicator = Communicator.find(name)
+    communicator = Communicator.find(options.group_name)
     if communicator.size > 1:
         options.set_compression(_by_size(chosen.config, chosen.seed, communicator))
 
@@ -329,12 +362,15 @@ def _default_group_is_ours() -> bool:
     return dist.is_initialized() and NAME in str(dist.get_backend_config())
 
 
-def _make_related(
-    origin: str, store: parallel.Store, rank: int, size: int, options: _torch_ops.Options
-) -> _torch_ops.Backend:
-    """Create the backend of a group split off or merged from another one, with its options."""
-    name = options.group_name
-    if origin in _options:
-        _options[name] = _options[origin]
-    _native_options[name] = options
-    return make.connected(store, rank, size, options, functools.partial(_make_related, name))
+def _related(name: str) -> make.MakeRelated:
+    """Return what makes the backend of a group split off or merged from this one."""
+
+    def make_related(
+        store: parallel.Store, rank: int, size: int, options: _torch_ops.Options
+    ) -> _torch_ops.Backend:
+        if name in _options:
+            _options[options.group_name] = _options[name]
+        _native_options[options.group_name] = options
+        return make.connected(store, rank, size, options, _related(options.group_name))
+
+    return make_related
