@@ -71,9 +71,9 @@ def report_start(
     tensors: log.Tensors | None,
 ) -> None:
     """Log on rank 0 that training starts, once for each key."""
-    if dist.get_rank() > 0:
-        return
     found = parallel.group_or_default(group)
+    if (dist.get_rank() if dist.is_initialized() else found.rank()) > 0:
+        return
     transport = CARRIER if carrier == "c10d" else communicator_of(found).transport
     log.started(key, what, config, found.size(), transport, tensors)
 

@@ -28,7 +28,10 @@ class Residuals:
         tensors: flat, by name, on the device of the gradient.
         owner: the owning rank and the number of ranks; None if no rank owns them yet.
         consolidated: whether they are equal on all ranks.
+        loaded: whether they come from a checkpoint and no rank has claimed them yet.
     """
+
+    loaded = False  # for residuals that were pickled by earlier versions
 
     def __init__(self) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
@@ -67,20 +70,22 @@ class Residuals:
     def claim(self, rank: int, size: int) -> None:
         """Set the owner to this rank.
 
+        Residuals of this process stay its own if its rank changes, because the group was rebuilt.
+
         Args:
             rank: this rank.
             size: number of ranks.
 
         Raises:
-            InvalidArgument: another rank owns the residuals.
+            InvalidArgument: the residuals were loaded, and another rank owns them.
         """
-        if self.tensors and self.owner not in (None, (rank, size)):
+        if self.tensors and self.loaded and self.owner not in (None, (rank, size)):
             raise InvalidArgument(
                 f"the residuals are those of rank {self.owner[0]} of {self.owner[1]}, but this is "
                 f"rank {rank} of {size}: load each rank's own state. For another number of ranks, "
                 "call the state's consolidate() on all ranks before you save the checkpoint"
             )
-        self.owner, self.consolidated = (rank, size), False
+        self.owner, self.consolidated, self.loaded = (rank, size), False, False
 
     def consolidate(self, group: dist.ProcessGroup) -> None:
         """Replace residuals by their mean over the ranks of `group`. Collective.
@@ -147,7 +152,9 @@ class Residuals:
                 "not loaded: load it into a state with the same config, rules and number of ranks. "
                 "For another number of ranks, call consolidate() on all ranks before you save it"
             )
-        return found._copy()
+        copy = found._copy()
+        copy.loaded = True
+        return copy
 
 
 # ---- 4. decay ------------------------------------------------------------------------------------

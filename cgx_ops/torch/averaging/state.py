@@ -105,6 +105,18 @@ class AveragingState:
         named = {name: getattr(self, name) for name in self.kept}
         return named | saved
 
+    def joining_state_dict(self) -> dict[str, Any]:
+        """Return the state for a rank that joins a running job, to load there before its first step.
+
+        The new rank gets the settings, the seed and the count of steps, which must be equal on all
+        ranks. It has no residuals yet. The other ranks keep theirs, although their ranks and the
+        number of ranks may change.
+
+        Returns:
+            What state_dict() returns, without this rank's own parts.
+        """
+        return self.saved() | {"residuals": Residuals().saved(*self.place, per_rank=False)}
+
     def keeps_residuals(self) -> bool:
         """Return whether any layer may have a residual.
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from cgx_ops import Config, Segment, bits_for
@@ -172,7 +171,7 @@ def _check_once(hook: str, state: HookState, wrappers: list[DistributedDataParal
     group = state.group
     if not wrappers or any(wrapper in state.checked for wrapper in wrappers):
         return ""
-    ranks = dist.get_process_group_ranks(group)
+    ranks = ranks_of(group)
     for wrapper in wrappers:
         if ranks_of(wrapper.process_group) == ranks:
             break

@@ -128,6 +128,15 @@ class DeepGradientState(HookState):
         saved = super().saved()
         return saved | {"momenta": self.momenta.saved(*self.place, per_rank=True)}
 
+    def joining_state_dict(self) -> dict[str, Any]:
+        """Return the state for a rank that joins a running job, to load there before its first step.
+
+        Returns:
+            What state_dict() returns, without residuals and momenta.
+        """
+        momenta = Residuals().saved(*self.place, per_rank=False)
+        return super().joining_state_dict() | {"momenta": momenta}
+
     def restored(self, saved: dict[str, Any]) -> dict[str, Any]:
         """Convert a checkpoint into attributes.
 
