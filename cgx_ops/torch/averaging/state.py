@@ -106,7 +106,7 @@ class AveragingState:
         return named | saved
 
     def joining_state_dict(self) -> dict[str, Any]:
-        """Return the state for a rank that joins a running job, to load there before its first step.
+        """Return the state for a rank that joins a running job, to load before its first step.
 
         The new rank gets the settings, the seed and the count of steps, which must be equal on all
         ranks. It has no residuals yet. The other ranks keep theirs, although their ranks and the

@@ -34,8 +34,8 @@ class ProcessGroup(ProcessGroupWrapper):
 
     Each new quorum aborts the old backend and connects a new one through the quorum's store.
     Collectives in flight end with an error, which the Manager handles. Results of the new group
-    equal those of any group with the same name, ranks and seeds. The name is the part of the store's
-    address that torchft makes for the quorum, such as "torchft/3/0".
+    equal those of any group with the same name, ranks and seeds. The name is the prefix in the
+    address of the quorum's store, such as "torchft/3/0".
 
     With `BackendOptions(compress="gradients")`, the default, the group compresses what torchft's
     DistributedDataParallel sends during backward. LocalSGD's parameters and DiLoCo's
@@ -138,8 +138,8 @@ class ProcessGroup(ProcessGroupWrapper):
 class DistributedDataParallel(parallel.DistributedDataParallel):
     """DistributedDataParallel over a torchft Manager that compresses each layer's gradient.
 
-    It replaces torchft's class of this name. Unlike it, it has error feedback, rules for layers, and
-    sends buckets while backward continues. `hook_state(model)` returns its state.
+    It replaces torchft's class of this name. It adds error feedback and rules for layers, and sends
+    buckets while backward continues. `hook_state(model)` returns its state.
 
     A step's new residuals are used once the Manager has committed the step. A failed step leaves
     them unchanged. Replicas that stay keep their residuals in every quorum. A replica that joins or

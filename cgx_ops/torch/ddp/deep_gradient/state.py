@@ -129,7 +129,7 @@ class DeepGradientState(HookState):
         return saved | {"momenta": self.momenta.saved(*self.place, per_rank=True)}
 
     def joining_state_dict(self) -> dict[str, Any]:
-        """Return the state for a rank that joins a running job, to load there before its first step.
+        """Return the state for a rank that joins a running job, to load before its first step.
 
         Returns:
             What state_dict() returns, without residuals and momenta.

@@ -1,0 +1,148 @@
+"""Rank program: the state of a DDP hook survives a group rebuilt from survivors and a newcomer.
+
+    run_torch_rebuilt.py FOLDER              # 4 processes with RANK; see support.launch.processes
+
+Processes 0, 1 and 2 average first. Then process 1 leaves, and 0, 2 and 3 continue as a group of the
+same size: process 2 has another rank, and process 3 receives the state of process 0. Each process
+saves its sums, from which the test computes what was conserved.
+"""
+
+import datetime
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import cgx_ops.torch  # noqa: F401  (registers the backend)
+from cgx_ops import Config
+from cgx_ops.torch import ddp
+
+FIRST, SECOND, SIZE, STEPS, NUMEL = (0, 1, 2), (0, 2, 3), 3, 20, 1000
+PROCESS, FOLDER = int(os.environ["RANK"]), Path(sys.argv[1])
+MAKERS: dict[str, Any] = {
+    "quantized": lambda: (
+        ddp.QuantizedAllreduceState(config=Config(bits=2, compressor="levels", bucket_size=64)),
+        ddp.quantized_allreduce_hook,
+    ),
+    "power_sgd": lambda: (ddp.PowerSGDState(None, start_powerSGD_iter=2), ddp.power_sgd_hook),
+    "deep_gradient": lambda: (
+        ddp.DeepGradientState(density=0.1, warmup_steps=0),
+        ddp.deep_gradient_hook,
+    ),
+}
+
+
+class Given(nn.Module):
+    """A layer whose gradient is its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(NUMEL // 20, 20))
+
+    def forward(self, gradient: torch.Tensor) -> torch.Tensor:
+        return (self.weight * gradient).sum()
+
+
+def values(step: int) -> torch.Tensor:
+    random = np.random.default_rng([PROCESS, step])
+    return torch.from_numpy(random.standard_normal((NUMEL // 20, 20)).astype(np.float32))
+
+
+def connect(name: str, processes: tuple[int, ...]) -> None:
+    """Make the default group of some processes, in place of an earlier one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    dist.init_process_group(
+        "cgx", store=dist.FileStore(str(FOLDER / name), SIZE), rank=processes.index(PROCESS),
+        world_size=SIZE, timeout=datetime.timedelta(seconds=60),
+    )  # fmt: skip
+
+
+class Run:
+    """The steps of one method, and their sums in float64."""
+
+    def __init__(self, method: str) -> None:
+        self.method = method
+        self.state, self.hook = MAKERS[method]()
+        self.given, self.applied, self.largest = (np.zeros(NUMEL) for _ in range(3))
+
+    def step(self, state: Any, steps: range) -> torch.Tensor:
+        """Return the last average."""
+        layer = Given()
+        model = DistributedDataParallel(layer)
+        model.register_comm_hook(state, self.hook)
+        gradient = torch.zeros(0)
+        for step in steps:
+            layer.weight.grad = None
+            given = values(step)
+            model(given).backward()
+            assert layer.weight.grad is not None
+            gradient = layer.weight.grad.flatten().clone()
+            if state is self.state:
+                self.count(given, gradient)
+        return gradient
+
+    def count(self, given: torch.Tensor, average: torch.Tensor) -> None:
+        total = SIZE * average.double().numpy()
+        self.given += given.flatten().double().numpy()
+        self.applied += total
+        self.largest = np.maximum(self.largest, np.abs(total) + np.abs(self.residual()))
+
+    def residual(self) -> np.ndarray:
+        kept = self.state.residuals.tensors.get("weight")
+        return np.zeros(NUMEL) if kept is None else kept.double().numpy().flatten()
+
+    def save(self, **more: Any) -> None:
+        np.savez(
+            FOLDER / f"{self.method} {PROCESS}.npz", given=self.given, applied=self.applied,
+            residual=self.residual(), largest=self.largest, **more,
+        )  # fmt: skip
+
+
+def main() -> None:
+    runs = [Run(method) for method in MAKERS]
+    before = []
+    if PROCESS in FIRST:
+        connect("first", FIRST)
+        for run in runs:
+            run.step(run.state, range(STEPS))
+            before.append((run.state.communicator(), run.applied.copy(), run.residual()))
+    if PROCESS not in SECOND:  # it leaves
+        for run in runs:
+            run.save()
+        dist.destroy_process_group()
+        return
+
+    connect("second", SECOND)
+    for run, old in zip(runs, before, strict=PROCESS in FIRST):
+        communicator, _, residual = old
+        assert communicator.closed and not run.state.communicator().closed
+        assert np.array_equal(run.residual(), residual), "a survivor keeps its residual"
+    for run in runs:
+        sent = [run.state.joining_state_dict()]
+        dist.broadcast_object_list(sent, src=0)
+        if PROCESS not in FIRST:
+            run.state.load_state_dict(sent[0])
+        assert run.state.steps == STEPS
+    for run in runs:
+        run.step(run.state, range(STEPS, 2 * STEPS - 1))
+    saved = [run.state.state_dict() for run in runs]
+    last = range(2 * STEPS - 1, 2 * STEPS)
+    averages = [run.step(run.state, last) for run in runs]
+
+    connect("fresh", SECOND)  # the same ranks and seeds, with states of their own
+    for run, state, average in zip(runs, saved, averages, strict=True):
+        fresh, _ = MAKERS[run.method]()
+        fresh.load_state_dict(state)
+        run.save(average=average.numpy(), fresh=run.step(fresh, last).numpy())
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
