@@ -154,15 +154,28 @@ def steps(folder: Path, replica: int) -> list[dict[str, Any]]:
 
 
 def supervise(method: str, deadline: float) -> None:
-    lighthouse = LighthouseServer(
-        bind="[::]:0", min_replicas=2, join_timeout_ms=500, quorum_tick_ms=50, heartbeat_timeout_ms=1000
-    )
+    lighthouse = LighthouseServer(  # waits 10 s for replicas that are slow, 1 s for lost ones
+        bind="[::]:0", min_replicas=2, join_timeout_ms=10_000, quorum_tick_ms=50,
+        heartbeat_timeout_ms=1000,
+    )  # fmt: skip
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
 
         def start(replica: int, phase: str = "") -> subprocess.Popen[str]:
-            command = [sys.executable, __file__, "--method", method, "--replica", replica,
-                       "--lighthouse", lighthouse.address(), "--folder", name, "--die-in", phase]
+            command = [
+                sys.executable,
+                __file__,
+                "--method",
+                method,
+                "--replica",
+                replica,
+                "--lighthouse",
+                lighthouse.address(),
+                "--folder",
+                name,
+                "--die-in",
+                phase,
+            ]
             log = (folder / f"{replica}.log").open("a")
             return subprocess.Popen(
                 list(map(str, command)), stdout=log, stderr=(folder / f"{replica}.err").open("a")

@@ -1,0 +1,174 @@
+"""Rank program: checks of the torchft process group, without a Manager.
+
+    run_torchft_groups.py STORE_PORT       # processes with RANK and WORLD_SIZE
+
+The processes call configure() as the Manager does for each quorum.
+"""
+
+import gc
+import os
+import resource
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import checks
+import torch
+import torch.distributed as dist
+from torch.distributed import ReduceOp
+
+import cgx_ops
+from cgx_ops import Config
+from cgx_ops.torch import BackendOptions
+from cgx_ops.torch.integrations.torchft import ProcessGroup
+
+RANK, SIZE = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
+PORT = int(sys.argv[1])
+OPTIONS = BackendOptions(Config(bits=4), compress="all")
+CONFIGURES, SETTLED = 200, 40  # reconfigurations, and those before the first measurement
+
+
+def configure(
+    group: ProcessGroup, prefix: str, ranks: tuple[int, ...] = tuple(range(SIZE))
+) -> None:
+    group.configure(f"localhost:{PORT}/{prefix}", "0", ranks.index(RANK), len(ranks))
+
+
+def made(timeout: float = 30) -> ProcessGroup:
+    return ProcessGroup(OPTIONS, timedelta(seconds=timeout))
+
+
+def values(numel: int = 10_000) -> torch.Tensor:
+    return torch.randn(numel, generator=torch.Generator().manual_seed(RANK))
+
+
+def summed(group: ProcessGroup, calls: int = 3) -> torch.Tensor:
+    """Return the sums of some calls, whose noise differs."""
+    sums = []
+    for _ in range(calls):
+        x = values()
+        group.allreduce([x], ReduceOp.SUM).wait()
+        sums.append(x)
+    return torch.stack(sums)
+
+
+def used() -> dict[str, int]:
+    """Return what this process uses of the system."""
+    gc.collect()
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    return {
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "threads": int(status["Threads"]),
+        "mappings": len(maps),
+        "shared mappings": sum("memfd" in line or "/dev/shm" in line for line in maps),
+        "kilobytes": int(status["VmRSS"].split()[0]),
+    }
+
+
+def new_quorum_equals_fresh_group() -> None:
+    """Compare the bits of a reconfigured group with those of a new one of the same name."""
+    group = made()
+    configure(group, "a/torchft/1/0")
+    first = summed(group)
+    configure(group, "a/torchft/2/0")
+    again = summed(group)
+    assert not torch.equal(first, again), "each quorum has its own noise"
+    group.abort()
+    fresh = made()
+    configure(fresh, "b/torchft/2/0")
+    other = summed(fresh)
+    fresh.abort()
+    fresh = made()
+    configure(fresh, "a/torchft/2/0")  # the store has keys of the earlier group
+    assert torch.equal(again, summed(fresh))
+    assert not torch.equal(again, other), "the name determines the noise"
+    fresh.abort()
+
+
+def smaller_and_larger() -> None:
+    """Shrink the group to some of the ranks, and enlarge it again."""
+    group = made()
+    exact = dist.AllreduceOptions()
+    exact.reduceOp = ReduceOp.MAX
+    for quorum, ranks in enumerate([(0, 1, 2), (0, 2), (2, 0), (2,), (0, 1, 2)]):
+        if RANK in ranks:
+            configure(group, f"sizes/torchft/{quorum}/0", ranks)
+            assert (group.rank(), group.size()) == (ranks.index(RANK), len(ranks))
+            x = torch.full((1000,), float(RANK))
+            group.allreduce([x], exact).wait()
+            assert x.tolist() == [float(max(ranks))] * 1000
+    group.abort()
+
+
+def calls_in_flight_end() -> None:
+    """Abort while the peers wait in a collective: it ends with an error on all of them."""
+    group = made()
+    configure(group, "flight/torchft/1/0")
+    if RANK == 0:
+        time.sleep(0.3)
+        start = time.monotonic()
+    else:
+        work = group.allreduce([values(1_000_000)], ReduceOp.SUM)
+        start = time.monotonic()
+        try:
+            work.wait()
+        except RuntimeError as error:
+            assert "gave up" in str(error) or "closed" in str(error), error
+        else:
+            raise AssertionError("the collective ended without rank 0")
+    configure(group, "flight/torchft/2/0")
+    assert time.monotonic() - start < 10
+    summed(group)
+    group.abort()
+
+
+def own_calls_in_flight_end() -> None:
+    """Reconfigure on all ranks while a collective waits for rank 0."""
+    group = made()
+    configure(group, "own/torchft/1/0")
+    work = None if RANK == 0 else group.allreduce([values(1_000_000)], ReduceOp.SUM)
+    start = time.monotonic()
+    configure(group, "own/torchft/2/0")
+    if work is not None:
+        try:
+            work.wait()
+        except RuntimeError:
+            pass
+        else:
+            raise AssertionError("the collective ended without rank 0")
+    summed(group)
+    assert time.monotonic() - start < 10
+    group.abort()
+
+
+def nothing_leaks() -> None:
+    """Reconfigure often; memory, descriptors and threads stay as they are."""
+    group = made()
+    before: dict[str, int] = {}
+    for quorum in range(CONFIGURES):
+        configure(group, f"leaks/torchft/{quorum}/0")
+        summed(group, 1)
+        if quorum == SETTLED:
+            before = used()
+    after = used()
+    print({name: (before[name], after[name]) for name in after}, flush=True)
+    for name in ("descriptors", "threads", "shared mappings"):
+        assert after[name] <= before[name] + 2, (name, before, after)
+    assert after["mappings"] <= before["mappings"] + 20, (before, after)
+    assert after["kilobytes"] <= before["kilobytes"] + 8_000, (before, after)
+    assert len(cgx_ops.stats()) <= 2, cgx_ops.stats()
+    group.abort()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    checks.run(
+        checks.named(
+            new_quorum_equals_fresh_group, smaller_and_larger, calls_in_flight_end,
+            own_calls_in_flight_end, nothing_leaks,
+        ),
+        sys.argv[2:],
+    )  # fmt: skip
