@@ -4,9 +4,9 @@
     python examples/torchft_digits.py --method feedback   # 2 bits with error feedback
     python examples/torchft_digits.py --method diloco     # pseudo-gradients in 4 bits
 
-The supervisor starts torchft's lighthouse and three replicas. The second one kills itself in a phase
-of a step (kill -9), and is started again for the next phase. The others go on meanwhile. At the end
-all replicas are equal to the bit. Prints a line of JSON per event. Needs `pip install torchft`.
+The supervisor starts torchft's lighthouse and three replicas. The second one kills itself in a
+phase of a step (kill -9), and is started again for the next phase. The others go on meanwhile. At
+the end all replicas are equal to the bit. Prints a line of JSON per event. Needs torchft.
 """
 
 import argparse
@@ -33,7 +33,7 @@ from cgx_ops.torch import BackendOptions
 from cgx_ops.torch.integrations.torchft import DistributedDataParallel, ProcessGroup
 
 PHASES = ("forward", "backward", "allreduce", "commit", "optimizer")
-REPLICAS, VICTIM, AFTER, LAST = 3, 1, 10, 100  # steps with all replicas before a kill, and at last
+REPLICAS, VICTIM, AFTER, LAST = 3, 1, 10, 40  # steps with all replicas before a kill, and at last
 TIMEOUT = timedelta(seconds=30)
 CONFIGS = {
     "ddp": Config(bits=4),

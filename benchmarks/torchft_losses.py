@@ -1,0 +1,129 @@
+"""Losses of training with torchft when replicas are lost, against an undisturbed run.
+
+    python benchmarks/torchft_losses.py --steps 300
+
+Five replicas train a perceptron on the handwritten digits. In the disturbed runs replicas 3 and 4
+are killed (kill -9) at a third of the steps, and replica 4 comes back. Gradients are exact, in 4
+bits, or in 2 bits with error feedback. Prints a line of JSON for each run: the mean training loss
+of replica 0 over the last 50 steps, and the accuracy. Needs torchft.
+"""
+
+import argparse
+import itertools
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torchft
+from torch import nn
+from torchft.coordination import LighthouseServer
+
+from cgx_ops import Config
+from cgx_ops.torch import BackendOptions
+from cgx_ops.torch.integrations.torchft import DistributedDataParallel, ProcessGroup
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
+from digits import BATCH, digest, digits, perceptron
+
+SIZE, LOST, BACK, LAST, TIMEOUT = 5, (3, 4), 4, 50, timedelta(seconds=60)
+CONFIGS = {
+    "exact": Config(bits=32),
+    "4 bits": Config(bits=4),
+    "2 bits with feedback": Config(bits=2, compressor="levels"),
+}
+
+
+def replica(name: str, index: int, dies: bool, steps: int, address: str, pipe: Connection) -> None:
+    """Train one replica and send what it has learnt."""
+    torch.set_num_threads(1)
+    store = torch.distributed.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    group = ProcessGroup(BackendOptions(CONFIGS[name]), TIMEOUT)
+    model = perceptron()
+    inner = torch.optim.SGD(model.parameters(), 0.02, momentum=0.9)
+
+    def save() -> dict[str, Any]:
+        return {"model": model.state_dict(), "optimizer": inner.state_dict()}
+
+    def load(state: dict[str, Any]) -> None:
+        model.load_state_dict(state["model"])
+        inner.load_state_dict(state["optimizer"])
+
+    manager = torchft.Manager(
+        group, load, save, min_replica_size=3, timeout=TIMEOUT, quorum_timeout=TIMEOUT, rank=0,
+        world_size=1, store_addr="localhost", store_port=store.port, lighthouse_addr=address,
+        replica_id=f"replica_{index}", hostname="localhost", init_sync=False,
+    )  # fmt: skip
+    network, optimizer = (
+        DistributedDataParallel(manager, model, group),
+        torchft.Optimizer(manager, inner),
+    )
+    images, test_images, labels, test_labels = digits()
+    losses, sizes = [], []
+    while manager.current_step() < steps:
+        optimizer.zero_grad()
+        random = torch.Generator().manual_seed(SIZE * manager.current_step() + index)
+        batch = torch.randint(len(images), (BATCH,), generator=random)
+        loss = nn.functional.cross_entropy(network(images[batch]), labels[batch])
+        if dies and manager.current_step() == steps // 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+        sizes.append(manager.num_participants())
+    right = (model(test_images).argmax(1) == test_labels).float().mean().item()
+    learnt = {"loss": sum(losses[-LAST:]) / LAST, "accuracy": right,
+              "sizes": [size for size, _ in itertools.groupby(sizes)]}  # fmt: skip
+    pipe.send((learnt, digest(model)))
+    time.sleep(2)  # others may still ask this replica's server
+    os._exit(0)
+
+
+def run(name: str, disturbed: bool, steps: int) -> dict[str, Any]:
+    """Train all replicas; return what replica 0 has learnt."""
+    context = multiprocessing.get_context("fork")  # the imports are done
+    lighthouse = LighthouseServer(
+        bind="[::]:0", min_replicas=3 if disturbed else SIZE, join_timeout_ms=10_000,
+        quorum_tick_ms=20, heartbeat_timeout_ms=1000,
+    )  # fmt: skip
+
+    def start(index: int, dies: bool) -> tuple[Any, Connection]:
+        mine, theirs = context.Pipe(duplex=False)
+        process = context.Process(
+            target=replica, args=(name, index, dies, steps, lighthouse.address(), theirs)
+        )
+        process.start()
+        theirs.close()
+        return process, mine
+
+    started = [start(i, disturbed and i in LOST) for i in range(SIZE)]
+    if disturbed:
+        for i in LOST:
+            started[i][0].join()
+        started[BACK] = start(BACK, dies=False)
+        started.pop(min(LOST))
+    ended = [pipe.recv() if pipe.poll(300) else None for _, pipe in started]
+    for process, _ in started:
+        process.kill()
+        process.join()
+    lighthouse.shutdown()
+    assert None not in ended, "a replica did not end"
+    learnt, digests = zip(*ended, strict=True)
+    return {**learnt[0], "identical": len(set(digests)) == 1}
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Losses with lost replicas.")
+    parser.add_argument("--steps", type=int, default=300)
+    steps = parser.parse_args().steps
+    for name in CONFIGS:
+        for disturbed in (False, True):
+            facts = {"gradients": name, "disturbed": disturbed} | run(name, disturbed, steps)
+            print(json.dumps(facts), flush=True)

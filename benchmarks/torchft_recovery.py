@@ -1,0 +1,112 @@
+"""How long torchft's process groups take to detect a killed rank, and to rebuild without it.
+
+    python benchmarks/torchft_recovery.py --rounds 20
+
+Each round forks three processes per group, which connect and start an allreduce of 1 MiB. One of
+them is killed (kill -9) while the others wait for it. Reports medians in milliseconds over rounds
+and survivors: from the kill to the exception ("detect"), to configure the two survivors
+("rebuild"), and their first allreduce. Groups alternate. Needs torchft.
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import signal
+import statistics
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ReduceOp
+from torchft.process_group import ProcessGroupGloo
+
+from cgx_ops import Config
+from cgx_ops.torch import BackendOptions
+from cgx_ops.torch.integrations.torchft import ProcessGroup
+
+SIZE, NUMEL, TIMEOUT = 3, 1 << 18, timedelta(seconds=30)
+VICTIM = SIZE - 1
+
+
+def over(transport: str) -> Callable[[], ProcessGroup]:
+    options = BackendOptions(Config(bits=4), compress="all", transport=transport)
+    return lambda: ProcessGroup(options, TIMEOUT)
+
+
+GROUPS = {
+    "gloo": lambda: ProcessGroupGloo(TIMEOUT),
+    "cgx, TCP": over("TCP"),
+    "cgx, shared memory": over("SHM"),
+}
+
+
+def survive(name: str, port: int, place: str, rank: int, pipe: Connection) -> None:
+    """Run one process of a round; survivors send their times in seconds."""
+    torch.set_num_threads(1)
+    group = GROUPS[name]()
+    group.configure(f"localhost:{port}/{place}/1", str(rank), rank, SIZE)
+    x = torch.ones(NUMEL)
+    for _ in range(3):
+        group.allreduce([x], ReduceOp.SUM).wait()
+    if rank == VICTIM:
+        time.sleep(0.2)  # the others wait in the next call
+        killed = time.monotonic()
+        store = dist.TCPStore("localhost", port, is_master=False, wait_for_workers=False)
+        store.set(f"{place}/killed", str(killed))
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        group.allreduce([x], ReduceOp.SUM).wait()
+    except RuntimeError:
+        detected = time.monotonic()
+    else:
+        raise AssertionError("the allreduce ended without the victim")
+    group.configure(f"localhost:{port}/{place}/2", str(rank), rank, SIZE - 1)
+    rebuilt = time.monotonic()
+    group.allreduce([x], ReduceOp.SUM).wait()
+    reduced = time.monotonic()
+    store = dist.TCPStore("localhost", port, is_master=False, wait_for_workers=False)
+    killed = float(store.get(f"{place}/killed"))
+    pipe.send((detected - killed, rebuilt - detected, reduced - rebuilt))
+    group.abort()
+    os._exit(0)
+
+
+def measure(rounds: int) -> dict[str, dict[str, float]]:
+    """Return the medians by group."""
+    context = multiprocessing.get_context("fork")  # the imports are done
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    times: dict[str, list[tuple[float, float, float]]] = {name: [] for name in GROUPS}
+    for index in range(rounds):
+        for number, name in enumerate(GROUPS):
+            started = []
+            for rank in range(SIZE):
+                mine, theirs = context.Pipe(duplex=False)
+                arguments = (name, store.port, f"{index}-{number}", rank, theirs)
+                process = context.Process(target=survive, args=arguments)
+                process.start()
+                theirs.close()
+                started.append((process, mine))
+            for rank, (process, pipe) in enumerate(started):
+                if rank != VICTIM:
+                    assert pipe.poll(60), f"{name}: rank {rank} did not recover"
+                    times[name].append(pipe.recv())
+                process.join()
+    parts = ("detect", "rebuild", "allreduce")
+    return {
+        name: {
+            part: round(1e3 * statistics.median(values), 2)
+            for part, values in zip(parts, zip(*found, strict=True), strict=True)
+        }
+        for name, found in times.items()
+    }
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Recovery of torchft's process groups.")
+    parser.add_argument("--rounds", type=int, default=20)
+    for name, medians in measure(parser.parse_args().rounds).items():
+        print(json.dumps({"group": name, "unit": "ms"} | medians), flush=True)
