@@ -23,6 +23,7 @@ from cgx_ops.errors import CgxError, InvalidArgument
 from cgx_ops.torch._compat.parallel import GradBucket, Store
 from cgx_ops.torch.averaging.layers import Layer
 from cgx_ops.torch.averaging.residuals import Residuals
+from cgx_ops.torch.backend import groups
 from cgx_ops.torch.backend.process_group import BackendOptions, make_backend, native_options
 from cgx_ops.torch.ddp.hook import QuantizedAllreduceState, quantized_allreduce_hook
 
@@ -86,12 +87,15 @@ class ProcessGroup(ProcessGroupWrapper):
         Raises:
             DistBackendError: the ranks cannot be connected, or one of them does not arrive.
         """
+        groups.forget(self._name)
         self._name = store_addr.partition("/")[2]
         super().configure(store_addr, *arguments, **keywords)
 
     def _create_pg(self, store: Store, rank: int, world_size: int) -> dist.ProcessGroup:
         options = native_options(self.options, self._name, self._timeout)
-        backend = make_backend(store, rank, world_size, options, self.options, noise_rank=rank)
+        backend = make_backend(
+            store, rank, world_size, options, self.options, noise_rank=rank, elastic=True
+        )
         group = dist.ProcessGroup(store, rank, world_size)
         for device in ("cpu", "cuda"):
             kind = dist.ProcessGroup.BackendType.CUSTOM
