@@ -1,6 +1,8 @@
 """Rank program: the state of a DDP hook survives a group rebuilt from survivors and a newcomer.
 
-    run_torch_rebuilt.py FOLDER              # 4 processes with RANK; see support.launch.processes
+    run_torch_rebuilt.py FOLDER new|reconfigure   # 4 processes with RANK; see launch.processes
+
+"reconfigure": the group is the same object all the time, as is possible from torch 2.14 on.
 
 Processes 0, 1 and 2 average first. Then process 1 leaves, and 0, 2 and 3 continue as a group of the
 same size: process 2 has another rank, and process 3 receives the state of process 0. Each process
@@ -15,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
+import torch.distributed as distributed
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -23,6 +25,9 @@ import cgx_ops.torch  # noqa: F401  (registers the backend)
 from cgx_ops import Config
 from cgx_ops.torch import ddp
 
+dist: Any = distributed  # torch 2.13 has no annotations of what reconfigures groups
+RECONFIGURE = sys.argv[2:] == ["reconfigure"]
+TIMEOUT = datetime.timedelta(seconds=60)
 FIRST, SECOND, SIZE, STEPS, NUMEL = (0, 1, 2), (0, 2, 3), 3, 20, 1000
 PROCESS, FOLDER = int(os.environ["RANK"]), Path(sys.argv[1])
 MAKERS: dict[str, Any] = {
@@ -56,12 +61,29 @@ def values(step: int) -> torch.Tensor:
 
 def connect(name: str, processes: tuple[int, ...]) -> None:
     """Make the default group of some processes, in place of an earlier one."""
+    if RECONFIGURE:
+        reconfigure(name, processes)
+        return
     if dist.is_initialized():
         dist.destroy_process_group()
     dist.init_process_group(
         "cgx", store=dist.FileStore(str(FOLDER / name), SIZE), rank=processes.index(PROCESS),
-        world_size=SIZE, timeout=datetime.timedelta(seconds=60),
+        world_size=SIZE, timeout=TIMEOUT,
     )  # fmt: skip
+
+
+def reconfigure(name: str, processes: tuple[int, ...]) -> None:
+    everyone = len({*FIRST, *SECOND})
+    store = dist.FileStore(str(FOLDER / "store"), everyone)
+    if not dist.is_initialized():
+        dist.init_process_group(
+            "cgx", store=store, rank=PROCESS, world_size=everyone, timeout=TIMEOUT,
+            enable_reconfigure=True,
+        )  # fmt: skip
+    store.set(f"{name} {PROCESS}", dist._get_reconfigure_handle())
+    handles = [store.get(f"{name} {process}").decode() for process in processes]
+    uuid = ("first", "second", "fresh").index(name)
+    dist._reconfigure(uuid, handles, timeout=TIMEOUT).wait()
 
 
 class Run:

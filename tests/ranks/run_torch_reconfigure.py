@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,13 +32,25 @@ RANK, SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 LIMIT = datetime.timedelta(seconds=60)
 SOON = 10.0  # seconds: an error at once, on a busy machine
 UUIDS = iter(range(1, 2**31))
-# A FileStore outlives every process, but is read from its beginning by each of them.
 SOAKS = len(sys.argv) > 2
-store = (
-    dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), SIZE, RANK == 0)
-    if SOAKS
-    else dist.FileStore(f"{FOLDER}/store", SIZE)
-)
+
+
+def open_store() -> Any:
+    """Return the store of all processes."""
+    if not SOAKS:  # it outlives every process, but each of them reads it from its beginning
+        return dist.FileStore(f"{FOLDER}/store", SIZE)
+    address = Path(FOLDER, "address")
+    if RANK == 0:
+        served = dist.TCPStore("127.0.0.1", 0, SIZE, is_master=True, wait_for_workers=False)
+        address.with_suffix(".new").write_text(str(served.port))
+        address.with_suffix(".new").rename(address)
+        return served
+    while not address.exists():
+        time.sleep(0.1)
+    return dist.TCPStore("127.0.0.1", int(address.read_text()), SIZE, is_master=False)
+
+
+store = open_store()
 
 
 def backend() -> Any:

@@ -1,0 +1,35 @@
+"""Groups of the backend "cgx" that change their members: torch's reconfigure."""
+
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from support import launch
+
+PROCESSES = 5
+
+needs_reconfigure = pytest.mark.skipif(
+    not hasattr(dist, "_reconfigure"), reason="torch reconfigures groups from 2.14 on"
+)
+
+
+@needs_reconfigure
+@pytest.mark.timeout(240)
+def test_members_change(tmp_path: Path) -> None:
+    outputs = launch.processes(
+        PROCESSES, "run_torch_reconfigure.py", tmp_path, timeout=200, check=False
+    )
+    for output in outputs[:3]:  # the others are killed in the last check
+        assert output.rstrip().endswith("OK"), "\n".join(outputs)
+    for output in outputs[3:]:
+        assert "refuses_another_config: ok" in output, output
+
+
+@needs_reconfigure
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_nothing_grows(tmp_path: Path) -> None:
+    """A sample; docs/guides/torch/elastic.md has the result of 10,000."""
+    outputs = launch.processes(3, "run_torch_reconfigure.py", tmp_path, 400, timeout=500)
+    for output in outputs:
+        assert "growth: none" in output, output
