@@ -100,6 +100,11 @@ def _interrupt_soon(member: Member) -> None:
     signal.setitimer(signal.ITIMER_REAL, member.round.delay)
 
 
+def _abort(member: Member) -> None:
+    """End the collectives of all ranks, which then connect again under the same name."""
+    member.comm.abort("chaos: a rank aborts")
+
+
 def _be_nice(_member: Member) -> None:
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
 
@@ -181,6 +186,7 @@ FAULTS: dict[str, Fault] = {
     "stop, started": Fault(
         _stop, "started", stops=True, lasts=(1.4, 1.7), weight=2, may_be_early=False
     ),
+    "abort": Fault(_abort, "timer", may_be_early=False, weight=2),
     "descriptors": Fault(_few_descriptors, "timer", weight=2),
     "memory": Fault(_little_memory, "timer", starves=True),
     "shared memory": Fault(_no_shared_memory, "timer"),

@@ -92,12 +92,12 @@ class Member:
             faults.arm(self)
 
     def again(self, ranks: tuple[int, ...]) -> Communicator:
-        """Return a new communicator of the survivors."""
+        """Return a new communicator of the survivors, under the name of the old one if it can."""
         if self.survivors is not None:
             return self.survivors
         if self._base is None:
             place = ranks.index(self.rank)
-            return self._create(place, len(ranks), f"{self.name} again", USABLE_TIMEOUT)
+            return self._create(place, len(ranks), self.names[0], USABLE_TIMEOUT, elastic=True)
         return self._group(range(self.size), "again")
 
     def _group(self, ranks: Any, suffix: str) -> Communicator:
@@ -108,8 +108,10 @@ class Member:
             return self._create(self.rank, self.size, name, self.timeout)
         return self._base.group([self.round.members[rank] for rank in ranks], name=name)
 
-    def _create(self, rank: int, size: int, name: str, timeout: float) -> Communicator:
-        return Communicator.create(rank, size, self._gather, name, timeout=timeout)
+    def _create(
+        self, rank: int, size: int, name: str, timeout: float, *, elastic: bool = False
+    ) -> Communicator:
+        return Communicator.create(rank, size, self._gather, name, timeout=timeout, elastic=elastic)
 
     def _gather(self, blob: bytes) -> list[bytes]:
         with self._ctrl_c.held():
