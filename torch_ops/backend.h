@@ -81,8 +81,8 @@ class Backend final : public c10d::Backend {
     using Handles = std::variant<std::unordered_set<std::string>, std::vector<std::string>>;
     using Disconnect = std::function<void(const std::string& reason)>;
     std::function<std::string()> handle;  // of this process, for the next reconfiguration
-    std::function<Members(const Handles& handles, int64_t uuid,
-                          std::optional<Milliseconds> timeout, Disconnect disconnect)>
+    std::function<Members(const Handles& handles, int64_t uuid, std::optional<Milliseconds> timeout,
+                          Disconnect disconnect)>
         reconfigure;
   };
 

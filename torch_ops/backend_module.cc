@@ -38,20 +38,18 @@ std::optional<Backend::Reconfigurations> reconfigurations_of(const py::object& g
   if (given.is_none()) return std::nullopt;
   using Reconfigurations = Backend::Reconfigurations;
   using Connected = std::tuple<int, int, int32_t, InnerByName>;
-  const auto connect =
-      given.attr("reconfigure")
-          .cast<std::function<Connected(const Reconfigurations::Handles&, int64_t,
-                                        std::optional<Backend::Milliseconds>,
-                                        Reconfigurations::Disconnect)>>();
-  return Reconfigurations{
-      given.attr("handle").cast<std::function<std::string()>>(),
-      [connect](const Reconfigurations::Handles& handles, int64_t uuid,
-                std::optional<Backend::Milliseconds> timeout,
-                Reconfigurations::Disconnect disconnect) {
-        const auto [rank, size, comm, inner] =
-            connect(handles, uuid, timeout, std::move(disconnect));
-        return Backend::Members{rank, size, comm, by_device(inner)};
-      }};
+  const auto connect = given.attr("reconfigure")
+                           .cast<std::function<Connected(const Reconfigurations::Handles&, int64_t,
+                                                         std::optional<Backend::Milliseconds>,
+                                                         Reconfigurations::Disconnect)>>();
+  return Reconfigurations{given.attr("handle").cast<std::function<std::string()>>(),
+                          [connect](const Reconfigurations::Handles& handles, int64_t uuid,
+                                    std::optional<Backend::Milliseconds> timeout,
+                                    Reconfigurations::Disconnect disconnect) {
+                            const auto [rank, size, comm, inner] =
+                                connect(handles, uuid, timeout, std::move(disconnect));
+                            return Backend::Members{rank, size, comm, by_device(inner)};
+                          }};
 }
 
 }  // namespace
@@ -134,10 +132,9 @@ void bind_backend(py::module_& module) {
       });
 
   py::class_<Backend, c10::intrusive_ptr<Backend>, c10d::Backend>(module, "Backend")
-      .def(py::init([](int rank, int size, int32_t communicator,
-                       const InnerByName& inner, bool cuda,
-                       c10::intrusive_ptr<Options> options, Backend::MakeBackend make_backend,
-                       const py::object& reconfigurations) {
+      .def(py::init([](int rank, int size, int32_t communicator, const InnerByName& inner,
+                       bool cuda, c10::intrusive_ptr<Options> options,
+                       Backend::MakeBackend make_backend, const py::object& reconfigurations) {
              return c10::make_intrusive<Backend>(rank, size, communicator, by_device(inner), cuda,
                                                  std::move(options), std::move(make_backend),
                                                  reconfigurations_of(reconfigurations));

@@ -1,7 +1,9 @@
 // TCP between threads as ranks, over the loopback interface.
 //
 //   handshake   peers with the key are authenticated; others are rejected, even with replays
-//   frames      complete, in order and aligned, however the stream is split
+//   frames      complete, in order and aligned, however the stream is split; memory for long ones
+//   grows as they
+//               arrive
 //   rendezvous  all ranks connect despite unauthenticated peers; missing ranks are named in time
 //   transport   both directions, the end of connections, forked children
 #include <sys/socket.h>
@@ -106,7 +108,10 @@ void frames_are_reassembled() {
   Bytes stream;
   std::vector<Bytes> payloads;
   for (int i = 0; i < 300; ++i) {
-    Bytes payload(i % 50 == 49 ? 200'000 + i : random() % (i % 5 == 0 ? 40'000 : 100));
+    const size_t size = i % 150 == 149 ? 5'000'000
+                        : i % 50 == 49 ? 200'000
+                                       : random() % (i % 5 == 0 ? 40'000 : 100);
+    Bytes payload(size + i);
     for (auto& byte : payload) byte = static_cast<std::byte>(random());
     const Bytes bytes =
         frame({static_cast<uint32_t>(payload.size()), FrameHeader::kBulk, 7, 9}, payload);
@@ -132,6 +137,24 @@ void frames_are_reassembled() {
             join("frame ", i));
       CHECK(reinterpret_cast<uintptr_t>(payload.data()) % 16 == 0, "aligned");
     }
+  }
+}
+
+void the_memory_of_a_long_frame_grows_with_its_bytes() {
+  BlockPool blocks;
+  FrameReader reader(&blocks);
+  const Bytes header = to_bytes(FrameHeader{kLongestPayload, FrameHeader::kBulk, 7, 9});
+  std::memcpy(reader.room().data(), header.data(), header.size());
+  size_t received = header.size();
+  reader.filled(received);
+  while (received < 20'000'000) {
+    const size_t room = reader.room().size();
+    CHECK(received + room <= std::max(size_t{1} << 20, 2 * received),
+          join(received, " bytes of a frame reserve ", received + room));
+    const size_t count = std::min<size_t>(room, 100'000);
+    reader.filled(count);
+    received += count;
+    CHECK(!reader.next(), "a frame that is not complete");
   }
 }
 
@@ -472,6 +495,7 @@ int main() {
   peers_with_the_key_are_authenticated();
   other_peers_are_rejected();
   frames_are_reassembled();
+  the_memory_of_a_long_frame_grows_with_its_bytes();
   malformed_frames_are_rejected();
   ranks_connect_despite_unauthenticated_peers();
   many_unauthenticated_peers_block_no_rank();

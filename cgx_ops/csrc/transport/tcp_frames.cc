@@ -9,7 +9,8 @@ namespace cgx {
 namespace {
 
 constexpr size_t kBlock = BlockPool::kBlockBytes;
-constexpr size_t kLeastRoom = 4096;  // less is not worth a system call
+constexpr size_t kLeastRoom = 4096;   // less is not worth a system call
+constexpr size_t kTrusted = 1 << 20;  // reserved for a frame when only its header has arrived
 
 void check(const FrameHeader& header) {
   const bool bulk = header.kind == FrameHeader::kBulk;
@@ -35,12 +36,12 @@ std::span<std::byte> FrameReader::room() {
     wanted = std::min(wanted, whole - there);
   }
   if (there == 0 && block_.use_count() == 1) begin_ = end_ = 0;
-  if (begin_ + whole > capacity_ || end_ + wanted > capacity_) move_to_next_block(whole);
+  if (begin_ + std::min(whole, kTrusted) > capacity_ || end_ + wanted > capacity_)
+    move_to_next_block(std::min(whole, std::max(kTrusted, 2 * there)));
   return {block_.get() + end_, capacity_ - end_};
 }
 
-// The size of a long frame is not trusted, but reserves only virtual memory: the system provides
-// pages as bytes arrive.
+// The size of a long frame is not trusted: its memory doubles as bytes arrive.
 void FrameReader::move_to_next_block(size_t needed) {
   const size_t there = end_ - begin_, capacity = std::max(kBlock, needed);
   std::shared_ptr<std::byte> next(blocks_->take(capacity).release(),
