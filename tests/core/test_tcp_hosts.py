@@ -7,6 +7,7 @@ JAX        psum_q with torchrun's variables
 failures   a killed rank, a broken link, an unauthenticated peer
 """
 
+import contextlib
 import json
 import sys
 import threading
@@ -135,25 +136,44 @@ def test_killed_rank_is_an_immediate_error(hosts: Any, tmp_path: Path) -> None:
     assert "run_tcp_hosts.py kill 2" in str(failed.value)  # only the victim failed
 
 
-def test_broken_link(hosts: Any, tmp_path: Path) -> None:
-    """Break the link silently: every rank raises within its deadline and half a second."""
+@contextlib.contextmanager
+def link_down(hosts: Any, folder: Path, seconds: float) -> Iterator[None]:
+    """Take down host 1's link when two ranks are reducing, for some seconds."""
 
     def cut() -> None:
         deadline = time.monotonic() + 60
-        while not all((tmp_path / f"reducing {rank}").exists() for rank in range(2)):
+        while not all((folder / f"reducing {rank}").exists() for rank in range(2)):
             if time.monotonic() > deadline:
                 return
             time.sleep(0.05)
         time.sleep(0.2)
         hosts.run(1, ["ip", "link", "set", "eth0", "down"])
+        over.wait(seconds)
+        hosts.run(1, ["ip", "link", "set", "eth0", "up"])
+        (folder / "back").touch()
 
+    over = threading.Event()
     cutter = threading.Thread(target=cut)
     cutter.start()
     try:
-        found = [said(each)[0] for each in together(hosts, ranks("link", 2, tmp_path))]
+        yield
     finally:
+        over.set()
         cutter.join()
-        hosts.run(1, ["ip", "link", "set", "eth0", "up"])
+
+
+@pytest.mark.slow
+def test_a_link_that_comes_back_in_time_loses_nothing(hosts: Any, tmp_path: Path) -> None:
+    away = 3.0
+    with link_down(hosts, tmp_path, away):
+        found = [said(each)[0] for each in together(hosts, ranks("blink", 2, tmp_path))]
+    assert max(each["seconds"] for each in found) > away / 2, "the link was not away"
+
+
+def test_broken_link(hosts: Any, tmp_path: Path) -> None:
+    """Break the link silently: every rank raises within its deadline and half a second."""
+    with link_down(hosts, tmp_path, 60):
+        found = [said(each)[0] for each in together(hosts, ranks("link", 2, tmp_path))]
     for rank, each in enumerate(found):
         assert each["error"] in ("DeadlineExceeded", "PeerFailed")
         assert f"rank {1 - rank}" in each["text"]

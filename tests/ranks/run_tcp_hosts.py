@@ -3,8 +3,8 @@
     run_tcp_hosts.py CASE RANK SIZE FOLDER
 
 CASE: `sums` runs the oracle's cases; in `kill` the last rank kills itself; in `link` this rank
-signals when its host may be disconnected; in `stranger` the last rank connects after an
-unauthenticated peer. Prints one line of JSON at the end.
+signals when its host may be disconnected; in `blink` the link comes back in time; in `stranger`
+the last rank connects after an unauthenticated peer. Prints one line of JSON at the end.
 """
 
 import json
@@ -30,7 +30,7 @@ from mpi4py import MPI  # noqa: E402
 CASE, RANK, SIZE = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 # Deadline of collectives: upper bound for detecting a lost host. An unauthenticated peer takes
 # longer.
-TIMEOUT = 60.0 if CASE == "stranger" else 4.0
+TIMEOUT = {"stranger": 60.0, "blink": 20.0}.get(CASE, 4.0)
 FOLDER = Path(sys.argv[4])
 LAST = SIZE - 1
 
@@ -76,6 +76,22 @@ def lose(comm: Communicator) -> dict[str, object]:
     return {"error": ""}
 
 
+def blink(comm: Communicator) -> dict[str, object]:
+    """Reduce until the link has been away and back; return the longest duration of a call."""
+    x = np.random.default_rng(RANK).standard_normal(1 << 20, np.float32)
+    first = comm.allreduce(x, config=Config(bits=4), seed=1)
+    (FOLDER / f"reducing {RANK}").touch()
+    longest, back = 0.0, np.zeros(1, np.float32)
+    while not back[0]:
+        begin = time.monotonic()
+        again = comm.allreduce(x, config=Config(bits=4), seed=1)
+        longest = max(longest, time.monotonic() - begin)
+        assert again.tobytes() == first.tobytes()
+        is_back = np.full(1, (FOLDER / "back").exists(), np.float32)
+        back = comm.allreduce(is_back, "min", config=Config(bits=32))
+    return {"seconds": longest}
+
+
 def main() -> None:
     transport = "TCP" if CASE == "stranger" else None
     comm = Communicator.create(
@@ -87,7 +103,7 @@ def main() -> None:
         "transport": comm.transport,
         "digests": digests,
         "rejected_connections": comm.stats().rejected_connections,
-        **(lose(comm) if CASE in ("kill", "link") else {}),
+        **(lose(comm) if CASE in ("kill", "link") else blink(comm) if CASE == "blink" else {}),
     }
     assert not MPI.Is_initialized()
     comm.close()
