@@ -23,6 +23,7 @@ import torch
 import torch.distributed as distributed
 from chaos.resources import Resources
 
+import cgx_ops
 from cgx_ops import Config
 from cgx_ops.torch import BackendOptions
 
@@ -118,6 +119,8 @@ def is_not_connected_before() -> None:
         dist.all_reduce(torch.ones(4))
     with fails("is not connected"):
         dist.barrier()
+    with fails("is not connected"):
+        cgx_ops.init()  # as operators and hooks do
     meet("not connected", range(SIZE))
 
 

@@ -196,6 +196,11 @@ def forget(name: str) -> None:
 def _find_or_make(group: dist.ProcessGroup) -> Communicator:
     with contextlib.suppress(NotFound):
         return Communicator.find(group.group_name)
+    if "cgx" in (parallel.backends_of(group) or ""):
+        raise dist.DistBackendError(
+            f"cgx, group '{group.group_name}': it is not connected: it was aborted, or "
+            "torch.distributed._reconfigure has not connected it"
+        )
     store = parallel.store_of(group)
     if store is None:
         raise InvalidArgument(
