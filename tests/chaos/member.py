@@ -21,6 +21,7 @@ from cgx_ops import (
     Closed,
     Communicator,
     DeadlineExceeded,
+    InvalidArgument,
     NotFound,
     PeerFailed,
     SystemFailure,
@@ -247,6 +248,8 @@ class Member:
             import jax
 
             kinds.append(jax.errors.JaxRuntimeError)
+        if self.is_victim and self.round.fault == "abort":  # operators look for its name
+            kinds.append(InvalidArgument)
         if self.is_victim and self.fault.starves:  # raised by Python itself
             kinds += [MemoryError, ImportError]
         return isinstance(error, tuple(kinds))
