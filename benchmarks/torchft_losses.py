@@ -86,18 +86,29 @@ def replica(name: str, index: int, dies: bool, steps: int, address: str, pipe: C
     os._exit(0)
 
 
+def serve(fewest: int, pipe: Connection) -> None:
+    """Serve a lighthouse. In a process of its own: forks of a process with threads may block."""
+    lighthouse = LighthouseServer(
+        bind="[::]:0", min_replicas=fewest, join_timeout_ms=10_000, quorum_tick_ms=20,
+        heartbeat_timeout_ms=1000,
+    )  # fmt: skip
+    pipe.send(lighthouse.address())
+    signal.pause()
+
+
 def run(name: str, disturbed: bool, steps: int) -> dict[str, Any]:
     """Train all replicas; return what replica 0 has learnt."""
     context = multiprocessing.get_context("fork")  # the imports are done
-    lighthouse = LighthouseServer(
-        bind="[::]:0", min_replicas=3 if disturbed else SIZE, join_timeout_ms=10_000,
-        quorum_tick_ms=20, heartbeat_timeout_ms=1000,
-    )  # fmt: skip
+    mine, theirs = context.Pipe(duplex=False)
+    fewest = 3 if disturbed else SIZE
+    lighthouse = context.Process(target=serve, args=(fewest, theirs), daemon=True)
+    lighthouse.start()
+    address = mine.recv()
 
     def start(index: int, dies: bool) -> tuple[Any, Connection]:
         mine, theirs = context.Pipe(duplex=False)
         process = context.Process(
-            target=replica, args=(name, index, dies, steps, lighthouse.address(), theirs)
+            target=replica, args=(name, index, dies, steps, address, theirs), daemon=True
         )
         process.start()
         theirs.close()
@@ -110,10 +121,9 @@ def run(name: str, disturbed: bool, steps: int) -> dict[str, Any]:
         started[BACK] = start(BACK, dies=False)
         started.pop(min(LOST))
     ended = [pipe.recv() if pipe.poll(300) else None for _, pipe in started]
-    for process, _ in started:
+    for process in (*(process for process, _ in started), lighthouse):
         process.kill()
         process.join()
-    lighthouse.shutdown()
     assert None not in ended, "a replica did not end"
     learnt, digests = zip(*ended, strict=True)
     return {**learnt[0], "identical": len(set(digests)) == 1}

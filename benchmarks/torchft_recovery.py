@@ -75,18 +75,27 @@ def survive(name: str, port: int, place: str, rank: int, pipe: Connection) -> No
     os._exit(0)
 
 
+def serve(pipe: Connection) -> None:
+    """Serve a store. In a process of its own, because forks of a process with threads may block."""
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    pipe.send(store.port)
+    signal.pause()
+
+
 def measure(rounds: int) -> dict[str, dict[str, float]]:
     """Return the medians by group."""
     context = multiprocessing.get_context("fork")  # the imports are done
-    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    mine, theirs = context.Pipe(duplex=False)
+    context.Process(target=serve, args=(theirs,), daemon=True).start()
+    port = mine.recv()
     times: dict[str, list[tuple[float, float, float]]] = {name: [] for name in GROUPS}
     for index in range(rounds):
         for number, name in enumerate(GROUPS):
             started = []
             for rank in range(SIZE):
                 mine, theirs = context.Pipe(duplex=False)
-                arguments = (name, store.port, f"{index}-{number}", rank, theirs)
-                process = context.Process(target=survive, args=arguments)
+                arguments = (name, port, f"{index}-{number}", rank, theirs)
+                process = context.Process(target=survive, args=arguments, daemon=True)
                 process.start()
                 theirs.close()
                 started.append((process, mine))
