@@ -8,6 +8,7 @@ bits, or in 2 bits with error feedback. Prints a line of JSON for each run: the 
 of replica 0 over the last 50 steps, and the accuracy. Needs torchft.
 """
 
+# pyright: reportMissingImports=false, reportPrivateImportUsage=false
 import argparse
 import itertools
 import json

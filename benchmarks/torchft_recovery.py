@@ -8,6 +8,7 @@ and survivors: from the kill to the exception ("detect"), to configure the two s
 ("rebuild"), and their first allreduce. Groups alternate. Needs torchft.
 """
 
+# pyright: reportMissingImports=false, reportPrivateImportUsage=false
 import argparse
 import json
 import multiprocessing
@@ -18,6 +19,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -32,7 +34,7 @@ SIZE, NUMEL, TIMEOUT = 3, 1 << 18, timedelta(seconds=30)
 VICTIM = SIZE - 1
 
 
-def over(transport: str) -> Callable[[], ProcessGroup]:
+def over(transport: Literal["SHM", "TCP"]) -> Callable[[], ProcessGroup]:
     options = BackendOptions(Config(bits=4), compress="all", transport=transport)
     return lambda: ProcessGroup(options, TIMEOUT)
 

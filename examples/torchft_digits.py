@@ -9,6 +9,7 @@ phase of a step (kill -9), and is started again for the next phase. The others g
 the end all replicas are equal to the bit. Prints a line of JSON per event. Needs torchft.
 """
 
+# pyright: reportMissingImports=false, reportPrivateImportUsage=false
 import argparse
 import json
 import os
@@ -116,7 +117,7 @@ class Fault:
         self, phase: str, manager: torchft.Manager, model: nn.Module, inner: torch.optim.Optimizer
     ) -> None:
         self.phase, self.together = phase, 0
-        layer = model[2]
+        layer = model.get_submodule("2")
         layer.register_forward_pre_hook(lambda *_: self.at("forward"))
         layer.register_full_backward_hook(lambda *_: self.at("backward"))
         inner.register_step_pre_hook(lambda *_: self.at("optimizer"))
@@ -161,7 +162,7 @@ def supervise(method: str, deadline: float) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
 
-        def start(replica: int, phase: str = "") -> subprocess.Popen[str]:
+        def start(replica: int, phase: str = "") -> subprocess.Popen[bytes]:
             command = [
                 sys.executable,
                 __file__,

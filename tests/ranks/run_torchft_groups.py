@@ -12,6 +12,7 @@ import sys
 import time
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import checks
 import torch
@@ -90,7 +91,7 @@ def new_quorum_equals_fresh_group() -> None:
 def smaller_and_larger() -> None:
     """Shrink the group to some of the ranks, and enlarge it again."""
     group = made()
-    exact = dist.AllreduceOptions()
+    exact: Any = dist.AllreduceOptions()
     exact.reduceOp = ReduceOp.MAX
     for quorum, ranks in enumerate([(0, 1, 2), (0, 2), (2, 0), (2,), (0, 1, 2)]):
         if RANK in ranks:

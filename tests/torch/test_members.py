@@ -8,12 +8,13 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-import torch.distributed as dist
+import torch.distributed
 from hypothesis import given
 from hypothesis import strategies as st
 
 from cgx_ops.torch.backend.members import Handle, Meeting
 
+dist: Any = torch.distributed  # its annotations refer to torch internals
 TIMEOUT = datetime.timedelta(seconds=20)
 AT_ONCE = 5.0  # seconds, far less than TIMEOUT: an error that does not wait for it
 

@@ -7,6 +7,7 @@ DistributedDataParallel adds error feedback. No other module of cgx_ops imports 
 # Without torchft, pyright resolves the imports to this file.
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
 # pyright: reportUntypedBaseClass=false
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -239,9 +240,9 @@ class ManagedState(QuantizedAllreduceState):
         self,
         caller: str,
         config: Config,
-        layers: list[Layer],
-        segments: list[Segment],
-        values: list[torch.Tensor],
+        layers: Sequence[Layer],
+        segments: Sequence[Segment],
+        values: Sequence[torch.Tensor],
     ) -> list[torch.Tensor | None] | None:
         """Return copies of the residuals, which replace them when the step is committed.
 
