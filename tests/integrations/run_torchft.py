@@ -48,7 +48,7 @@ def main(lighthouse: str) -> None:
 
     losses = []
     loader = DataLoader(examples(), batch_size=BATCH, shuffle=True)
-    while len(losses) < 2 * EPOCHS:
+    while len(losses) < EPOCHS:
         total = 0.0
         for points, labels in loader:
             optimizer.zero_grad()

@@ -75,6 +75,7 @@ class ProcessGroup(ProcessGroupWrapper):
                 "quorum: set Config(bits=...)"
             )
         self._name = ""
+        self._place = 0, 1  # rank and size
 
     def configure(self, store_addr: str, *arguments: Any, **keywords: Any) -> None:
         """Abort the backend and connect the ranks of a quorum. torchft's Manager calls this.
@@ -93,6 +94,7 @@ class ProcessGroup(ProcessGroupWrapper):
         super().configure(store_addr, *arguments, **keywords)
 
     def _create_pg(self, store: Store, rank: int, world_size: int) -> dist.ProcessGroup:
+        self._place = rank, world_size
         options = native_options(self.options, self._name, self._timeout)
         backend = make_backend(
             store, rank, world_size, options, self.options, noise_rank=rank, elastic=True
@@ -124,9 +126,17 @@ class ProcessGroup(ProcessGroupWrapper):
         """Return this replica's rank in the current quorum.
 
         Returns:
-            The rank.
+            The rank; 0 before the first quorum.
         """
-        return self.parent.rank()
+        return self._place[0]
+
+    def size(self) -> int:
+        """Return the number of replicas in the current quorum.
+
+        Returns:
+            The number; 1 before the first quorum.
+        """
+        return self._place[1]
 
     def getBackendName(self) -> str:  # noqa: N802  (torchft's name)
         """Return the name of the backend.
@@ -232,7 +242,8 @@ class ManagedState(QuantizedAllreduceState):
         self.steps = self.attempted = self.manager.current_step()
 
     def _settle(self) -> None:
-        if self.manager.current_step() == self.attempted + 1:  # it was committed
+        if self.sent and self.manager.current_step() == self.attempted + 1:  # it was committed
+            self.residuals.claim(*self.place)
             self.residuals.tensors.update(self.sent)
         self.sent = {}
 
