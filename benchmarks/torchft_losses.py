@@ -88,7 +88,7 @@ def replica(name: str, index: int, dies: bool, steps: int, address: str, pipe: C
 
 
 def serve(fewest: int, pipe: Connection) -> None:
-    """Serve a lighthouse. In a process of its own: forks of a process with threads may block."""
+    """Serve a lighthouse in a separate process: forks of a process with threads may block."""
     lighthouse = LighthouseServer(
         bind="[::]:0", min_replicas=fewest, join_timeout_ms=10_000, quorum_tick_ms=20,
         heartbeat_timeout_ms=1000,

@@ -78,7 +78,7 @@ def survive(name: str, port: int, place: str, rank: int, pipe: Connection) -> No
 
 
 def serve(pipe: Connection) -> None:
-    """Serve a store. In a process of its own, because forks of a process with threads may block."""
+    """Serve a store in a separate process: forks of a process with threads may block."""
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     pipe.send(store.port)
     signal.pause()

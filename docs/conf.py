@@ -44,7 +44,7 @@ autodoc_member_order = "bysource"
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented"
 # The packages of trainers are not installed where the site is built.
-autodoc_mock_imports = ["lightning", "transformers"]
+autodoc_mock_imports = ["lightning", "torchft", "transformers"]
 autosummary_generate = False
 maximum_signature_line_length = 88
 napoleon_numpy_docstring = False

@@ -5,7 +5,7 @@
     python examples/torchft_digits.py --method diloco     # pseudo-gradients in 4 bits
 
 The supervisor starts torchft's lighthouse and three replicas. The second one kills itself in a
-phase of a step (kill -9), and is started again for the next phase. The others go on meanwhile. At
+phase of a step (kill -9), and is started again for the next phase. The others continue. At
 the end all replicas are equal to the bit. Prints a line of JSON per event. Needs torchft.
 """
 

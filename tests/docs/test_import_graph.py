@@ -32,7 +32,13 @@ ALLOWED = {
     "torch.fsdp": _SHARED | _TORCH | {"torch.averaging"},
     "torch.optim": _SHARED | _TORCH | {"torch.averaging"},
     "torch.diloco": _SHARED | _TORCH | {"torch.averaging"},
-    "torch.integrations": {"core", "torch._compat", "torch.averaging", "torch.ddp"},
+    "torch.integrations": {
+        "core",
+        "torch._compat",
+        "torch.backend",
+        "torch.averaging",
+        "torch.ddp",
+    },  # fmt: skip
     "torch": {"core", "torch.averaging", "torch.ddp"} | _TORCH,
     "jax.runtime": {"core"},
     "jax.collectives": {"core", "planner", "jax.runtime"},

@@ -158,7 +158,7 @@ def main() -> None:
     last = range(2 * STEPS - 1, 2 * STEPS)
     averages = [run.step(run.state, last) for run in runs]
 
-    connect("fresh", SECOND)  # the same ranks and seeds, with states of their own
+    connect("fresh", SECOND)  # the same ranks and seeds, with loaded states
     for run, state, average in zip(runs, saved, averages, strict=True):
         fresh, _ = MAKERS[run.method]()
         fresh.load_state_dict(state)

@@ -125,6 +125,23 @@ def calls_in_flight_end() -> None:
     group.abort()
 
 
+def silent_peer() -> None:
+    """Wait for a rank that does not come: the collective ends at the group's timeout."""
+    group = made(timeout=2)
+    configure(group, "silent/torchft/1/0")
+    start = time.monotonic()
+    if RANK == 0:
+        time.sleep(5)
+    else:
+        try:
+            group.allreduce([values()], ReduceOp.SUM).wait()
+        except RuntimeError:
+            assert time.monotonic() - start < 5
+        else:
+            raise AssertionError("the collective ended without rank 0")
+    group.abort()
+
+
 def own_calls_in_flight_end() -> None:
     """Reconfigure on all ranks while a collective waits for rank 0."""
     group = made()
@@ -145,7 +162,7 @@ def own_calls_in_flight_end() -> None:
 
 
 def nothing_leaks() -> None:
-    """Reconfigure often; memory, descriptors and threads stay as they are."""
+    """Reconfigure often; memory, descriptors and threads remain constant."""
     group = made()
     before: dict[str, int] = {}
     for quorum in range(CONFIGURES):
@@ -169,7 +186,7 @@ if __name__ == "__main__":
     checks.run(
         checks.named(
             new_quorum_equals_fresh_group, smaller_and_larger, calls_in_flight_end,
-            own_calls_in_flight_end, nothing_leaks,
+            own_calls_in_flight_end, silent_peer, nothing_leaks,
         ),
         sys.argv[2:],
     )  # fmt: skip
