@@ -3,7 +3,7 @@
 import datetime
 import enum
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch._C._distributed_c10d as c10d
@@ -85,6 +85,18 @@ class Options(c10d.Backend.Options):
     ) -> None: ...
     def set_compression(self, compression: Compression) -> None: ...
 
+class Reconfigurations(Protocol):
+    """The successive members of a group, made by cgx_ops.torch.backend.make."""
+
+    def handle(self) -> str: ...
+    def reconfigure(
+        self,
+        handles: list[str] | set[str],
+        uuid: int,
+        timeout: datetime.timedelta | None,
+        disconnect: Callable[[str], None],
+    ) -> tuple[int, int, int, dict[str, Any]]: ...
+
 class Backend(c10d.Backend):
     """Allreduce by the core, everything else by an inner backend, chosen by kind of device."""
 
@@ -97,6 +109,7 @@ class Backend(c10d.Backend):
         cuda: bool,
         options: Options,
         make_backend: Callable[[c10d.Store, int, int, Options], c10d.Backend],
+        reconfigurations: Reconfigurations | None = None,
     ) -> None: ...
     @property
     def communicator(self) -> int: ...

@@ -38,7 +38,7 @@ ALLOWED = {
         "torch.backend",
         "torch.averaging",
         "torch.ddp",
-    },  # fmt: skip
+    },
     "torch": {"core", "torch.averaging", "torch.ddp"} | _TORCH,
     "jax.runtime": {"core"},
     "jax.collectives": {"core", "planner", "jax.runtime"},

@@ -47,7 +47,7 @@ from torch.nn.parallel import DistributedDataParallel
 from cgx_ops import Config, InvalidArgument
 from cgx_ops.torch import BackendOptions, compressed, ddp, fsdp
 from cgx_ops.torch.averaging.exchange import Exchange
-from cgx_ops.torch.backend import process_group
+from cgx_ops.torch.backend import make
 
 dist: Any = torch.distributed  # its annotations refer to torch internals
 NEAREST = Config(bits=4, bucket_size=64, rounding="nearest", error_feedback=False)
@@ -597,13 +597,13 @@ def share_the_gpu() -> None:
     """Use gloo for everything outside the core: NCCL rejects ranks that share a GPU."""
     through_host.install()
     dist.is_nccl_available = lambda: False
-    make = process_group._inner
+    original = make._inner
 
     def inner(*arguments: Any) -> dict[str, Any]:
-        made = make(*arguments)
+        made = original(*arguments)
         return {**made, "cuda": made["cpu"]}
 
-    process_group._inner = inner
+    make._inner = inner
 
 
 CHECKS: list[Callable[[int, int], None]] = [

@@ -311,7 +311,7 @@ def native_options(
     """Return the binding's options of a new group, which is exact at first with auto_bits."""
     config = chosen.config.with_own(bits=EXACT_BITS) if chosen.auto_bits else chosen.config
     automatic = _AUTOMATIC[chosen.compress]
-    options = _torch_ops.Options(_compression(config, chosen.seed), automatic, timeout)
+    options: Any = _torch_ops.Options(_compression(config, chosen.seed), automatic, timeout)
     options.group_name = name
     return options
 
