@@ -24,7 +24,7 @@ FOLDER, TRANSPORT = Path(sys.argv[1]), sys.argv[2]
 RANK, SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 CONFIG = Config(bits=4, rounding="stochastic", bucket_size=64)
 LARGE = 3_000_000  # values, so that a process is killed while it sends them
-TIMEOUT, SOON = 30.0, 10.0  # seconds: of collectives; an error at once, on a busy machine
+TIMEOUT, SOON = 30.0, 10.0  # seconds: of collectives; an immediate error, on a busy machine
 
 
 def connect(members: Sequence[int], name: str, transport: str = TRANSPORT) -> Communicator:
@@ -91,7 +91,7 @@ DEATHS: tuple[Callable[[Communicator], None], ...] = (
 def main() -> None:
     members = list(range(SIZE))
     fresh = {}
-    for size in range(2, SIZE + 1):  # of groups that nobody has left
+    for size in range(2, SIZE + 1):  # of groups without losses
         if size > RANK:
             communicator = connect(members[:size], f"fresh {size}")
             fresh[communicator.size] = results(communicator)
@@ -108,7 +108,7 @@ def main() -> None:
         assert communicator.closed
         members.remove(victim)
         communicator = connect(members, f"after {turn}")
-        # A group of the same size that is made anew, with the same ranks.
+        # A group of the same size that is made again, with the same ranks.
         expected = results(communicator)
         communicator.abort("for another one of the same size")
         communicator = connect(members, f"again {turn}")

@@ -31,7 +31,7 @@ dist: Any = distributed  # torch 2.13 has no annotations of the functions used h
 FOLDER = sys.argv[1]
 RANK, SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 LIMIT = datetime.timedelta(seconds=60)
-SOON = 10.0  # seconds: an error at once, on a busy machine
+SOON = 10.0  # seconds: an immediate error, on a busy machine
 UUIDS = iter(range(1, 2**31))
 SOAKS = len(sys.argv) > 2
 
