@@ -7,6 +7,7 @@ fails leaves residuals unchanged.
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 from typing import Literal
 
@@ -18,6 +19,7 @@ from cgx_ops._core.tables import EXACT_BITS
 from cgx_ops.errors import InvalidArgument
 from cgx_ops.rules import require_rules
 from cgx_ops.torch.averaging.arithmetic import full_precision, use_on_this_stream
+from cgx_ops.torch.averaging.confirmation import Confirmation
 from cgx_ops.torch.averaging.layers import Layer, segments_of
 from cgx_ops.torch.averaging.residuals import decayed, nothing
 from cgx_ops.torch.averaging.sent import Sent
@@ -40,6 +42,7 @@ class Flight:
         like: Sequence[torch.Tensor],
         future: torch.futures.Future[torch.Tensor] | None = None,
         keep: Callable[[], None] = nothing,
+        confirmation: Confirmation | None = None,
     ) -> None:
         """Describe a pending average.
 
@@ -47,24 +50,45 @@ class Flight:
             like: the tensors.
             future: of the means, flat and concatenated. None: `like` are the means already.
             keep: called when the means are there; it updates the residuals.
+            confirmation: the message that follows, if there is one.
         """
         self.like = like
-        self._future, self._keep = future, keep
+        self._future, self._keep, self._confirmation = future, keep, confirmation
 
     @full_precision()
     def wait(self) -> list[torch.Tensor]:
-        """Wait for the means and return them; update the residuals.
+        """Wait for the means, and their confirmation, and return them; update the residuals.
 
         Raises:
             RuntimeError: the exchange failed.
         """
         if self._future is not None:
             buffer = self._future.wait()
-            self._keep()
-            pieces = buffer.split([x.numel() for x in self.like])
-            self.like = [piece.view(x.shape) for piece, x in zip(pieces, self.like, strict=True)]
-            self._future = None
+            if self._confirmation is not None:
+                self._confirmation.require()
+            self._accept(buffer)
         return list(self.like)
+
+    @property
+    def has_means(self) -> bool:
+        """Whether this rank has the means. True also if only the confirmation failed."""
+        if self._future is None:
+            return True
+        return self._confirmation is not None and self._confirmation.has_average
+
+    @full_precision()
+    def accept(self) -> list[torch.Tensor]:
+        """Return the means if has_means, although wait() failed; update the residuals."""
+        if self._future is not None:
+            assert self._confirmation is not None
+            self._accept(self._confirmation.average)
+        return list(self.like)
+
+    def _accept(self, buffer: torch.Tensor) -> None:
+        self._keep()
+        pieces = buffer.split([x.numel() for x in self.like])
+        self.like = [piece.view(x.shape) for piece, x in zip(pieces, self.like, strict=True)]
+        self._future = None
 
 
 class Exchange(AveragingState):
@@ -132,6 +156,7 @@ class Exchange(AveragingState):
         *,
         config: Config | None = None,
         of_senders: bool = False,
+        confirms: bool = False,
     ) -> Flight:
         """Start averaging tensors over the ranks; the means are bitwise equal on all ranks.
 
@@ -143,12 +168,15 @@ class Exchange(AveragingState):
                 Tensors that the rules make exact are exact here, too. None: those of the exchange.
             of_senders: average each value over the ranks that sent it, for a compressor that does
                 not send all values. A second message counts these ranks.
+            confirms: let the average fail unless all ranks have its means, by one more message.
         """
         step, self.steps = self.steps, self.steps + 1
         if not tensors:
             return Flight([])
         with self.or_refuse(tensors[0].device, self.caller):
-            return self._start(names, tensors, step, config, of_senders=of_senders)
+            return self._start(
+                names, tensors, step, config, of_senders=of_senders, confirms=confirms
+            )
 
     def _start(
         self,
@@ -158,6 +186,7 @@ class Exchange(AveragingState):
         own: Config | None,
         *,
         of_senders: bool,
+        confirms: bool,
     ) -> Flight:
         starts = list(accumulate((x.numel() for x in tensors), initial=0))
         buffer = torch.cat([x.reshape(-1) for x in tensors])
@@ -178,15 +207,23 @@ class Exchange(AveragingState):
         kept = self.residuals_of(self.caller, config, found, segments, tensors)
         lost, keep = decayed(kept, config, segments, copies=True)
         seeds = self.seeds_of([f"{self.caller}/{name}" for name in names], step)
-        then: Callable[[Sent], object] = lambda _: None  # noqa: E731
-        senders = f"{self.caller}/senders"
+        followers: dict[str, Callable[[Sent], object]] = {}
         if of_senders:
-            then = self._of_senders(buffer, config, segments, seeds, lost, senders)
+            name = f"{self.caller}/senders"
+            followers[name] = self._of_senders(buffer, config, segments, seeds, lost, name)
+        confirmation = Confirmation(buffer, self.caller) if confirms else None
+        if confirmation is not None:
+            followers[confirmation.name] = partial(confirmation.follow, config=config)
+
+        def then(sent: Sent) -> None:
+            for follow in followers.values():
+                follow(sent)
+
         future = self.average(
             buffer, config, segments=segments, seed=seeds, name=self.caller, residuals=lost,
-            then=then, followers=[senders] if of_senders else [],
+            then=then, followers=list(followers),
         )  # fmt: skip
-        return Flight(tensors, future, keep)
+        return Flight(tensors, future, keep, confirmation)
 
     @full_precision()
     def any_rank(self, flag: bool) -> bool:

@@ -4,6 +4,7 @@ Ranks train independently and average their progress every few steps, compressed
 background.
 """
 
-from cgx_ops.torch.diloco.loop import DiLoCo, sparse_loco
+from cgx_ops.torch.diloco.loop import DiLoCo
+from cgx_ops.torch.diloco.sparse_loco import sparse_loco
 
 __all__ = ["DiLoCo", "sparse_loco"]

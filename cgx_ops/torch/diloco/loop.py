@@ -19,11 +19,11 @@ from typing import Any, Literal, SupportsIndex, Unpack
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.optim import SGD, Optimizer
+from torch.optim import Optimizer
 
 from cgx_ops import Config, Rules
 from cgx_ops.config import Keywords, config_of
-from cgx_ops.errors import InvalidArgument, Unsupported
+from cgx_ops.errors import InvalidArgument
 from cgx_ops.methods.outer_loop import Schedule, strided
 from cgx_ops.torch.averaging.arithmetic import full_precision
 from cgx_ops.torch.averaging.exchange import Carriers, Exchange, Flight, check_parameters
@@ -31,7 +31,8 @@ from cgx_ops.torch.averaging.grad_scaler import after_every_step
 from cgx_ops.torch.averaging.layers import named_layers
 from cgx_ops.torch.averaging.loaded import require_keys, require_layers
 from cgx_ops.torch.diloco.fragments import of_modules
-from cgx_ops.torch.diloco.ranks import CALLER, synchronize
+from cgx_ops.torch.diloco.outer import optimizer_of, outer_parameter
+from cgx_ops.torch.diloco.ranks import CALLER, failing, synchronize
 
 _KEPT = ("steps", "applied", "mean_over", "outer", "exchange")
 
@@ -64,7 +65,8 @@ class DiLoCo:
     the model, a rank stores the outer parameters (float32), the outer optimizer's state and, with
     error feedback, the residuals.
 
-    The constructor is collective: all ranks start with the parameters of the first rank.
+    The constructor is collective: all ranks start with the parameters of the first rank, or with
+    the state of the ranks that call `regroup`.
 
     Args:
         model: this rank's model, not in DistributedDataParallel. Parameters that do not require
@@ -93,6 +95,8 @@ class DiLoCo:
         backup_device: device of the outer parameters and the outer optimizer's state. None: that of
             the parameters. "cpu" saves GPU memory.
         pin_memory: whether outer parameters on the CPU use pinned memory if the model is on a GPU.
+        connect: whether the constructor is collective. False: it does not communicate, and the
+            process group need not exist yet; call `regroup` on all ranks before the first step.
         **keywords: `bits`, `bucket_size`, `compressor` or `rounding`; each overrides that field of
             `config`.
 
@@ -106,6 +110,7 @@ class DiLoCo:
         exchange: settings and residuals of the messages.
         steps: number of inner steps so far.
         applied: number of applied fragments so far.
+        joined: whether this rank has the common state of the ranks.
 
     The argument `mean_over` is also an attribute.
 
@@ -150,6 +155,7 @@ class DiLoCo:
         carrier: Carriers = "native",
         backup_device: torch.device | str | None = None,
         pin_memory: bool = True,
+        connect: bool = True,
         **keywords: Unpack[Keywords],
     ) -> None:
         config = config_of(config or Config(error_feedback=True), **keywords)
@@ -177,11 +183,14 @@ class DiLoCo:
             self.exchange.require_kept(self.names, self.parameters)
         device = torch.device(backup_device or self.parameters[0].device)
         pins = pin_memory and device.type == "cpu" and self.parameters[0].is_cuda
-        self.outer_parameters = [_outer_parameter(p, device, pins) for p in self.parameters]
-        self.outer_optimizer = _outer(outer_optimizer, self.parameters, self.outer_parameters)
+        self.outer_parameters = [outer_parameter(p, device, pins) for p in self.parameters]
+        self.outer_optimizer = optimizer_of(outer_optimizer, self.parameters, self.outer_parameters)
         self.steps = self.applied = 0
+        self.joined = False
         self._flight: tuple[int, Flight] | None = None
-        synchronize(self, is_new=True)
+        self._unconfirmed: tuple[int, Flight] | None = None
+        if connect:
+            synchronize(self)
 
     # ---- 1. steps --------------------------------------------------------------------------------
 
@@ -193,20 +202,28 @@ class DiLoCo:
         the rest of its exchange, and at most for the group's timeout.
 
         Raises:
+            InvalidArgument: the loop was created with connect=False, and `regroup` was not called.
             RuntimeError: an average failed, because a peer is late, lost or has other arguments.
                 Parameters, outer parameters and residuals are unchanged. Continue with `regroup`,
                 or train on if the group still works.
         """
+        if not self.joined:
+            raise InvalidArgument(
+                f"{CALLER}: step() was called before regroup(); after connect=False call regroup() "
+                "on all ranks first"
+            )
         self.steps += 1
         sent = self.schedule.sent_after(self.steps)
         if sent is not None:
-            with _failing(sent):
+            with failing(sent):
                 self._flight = sent, self._send(sent)
         applied = self.schedule.applied_after(self.steps)
         if self._flight is not None and self._flight[0] == applied:
-            (fragment, flight), self._flight = self._flight, None
-            with _failing(fragment):
+            self._unconfirmed, self._flight = self._flight, None
+            fragment, flight = self._unconfirmed
+            with failing(fragment):
                 means = flight.wait()
+            self._unconfirmed = None
             self._apply(fragment, means)
 
     @contextlib.contextmanager
@@ -230,7 +247,8 @@ class DiLoCo:
         pairs = [(self.outer_parameters[i], self.parameters[i]) for i in members]
         deltas = [a.to(p.device, non_blocking=True) - p.to(torch.float32) for a, p in pairs]
         names = [self.names[i] for i in members]
-        return self.exchange.start(names, deltas, of_senders=self.mean_over == "senders")
+        senders = self.mean_over == "senders"
+        return self.exchange.start(names, deltas, of_senders=senders, confirms=True)
 
     def _apply(self, fragment: int, means: Sequence[torch.Tensor]) -> None:
         members = self.fragments[fragment]
@@ -253,24 +271,42 @@ class DiLoCo:
     def regroup(self, process_group: dist.ProcessGroup | None = None) -> None:
         """Continue with the ranks of another group, after some were lost or joined. Collective.
 
-        New ranks construct a DiLoCo over the group while the others call this. The rank that has
-        applied the most fragments provides the outer parameters, the outer optimizer's state and
-        the step count. Ranks that have applied fewer restart from these. Residuals stay on their
-        ranks and are part of the next averages. A pending fragment is discarded.
+        New ranks construct a DiLoCo over the group while the others call this, or construct it with
+        `connect=False` and call this, too. Afterwards outer parameters, outer optimizer, step
+        counts and the schedule are equal on all ranks, to the bit.
+
+        A pending average is applied if all remaining ranks of the old group have its means, and
+        discarded otherwise. It is not discarded if a rank has applied it, because a rank applies an
+        average only when all ranks have it. New ranks, and ranks that missed averages, continue
+        from the outer parameters, without residuals. Other parameters and residuals are unchanged.
 
         Args:
             process_group: the new group. None: the default group.
 
         Raises:
             InvalidArgument: arguments or parameters differ between ranks.
-            RuntimeError: a peer is late or lost.
+            RuntimeError: a peer is late or lost. Call it again, over another group.
         """
-        self._flight = None
+        self._unconfirmed, self._flight = self._flight or self._unconfirmed, None
+        has_means = False
+        if self._unconfirmed is not None:
+            flight = self._unconfirmed[1]
+            with contextlib.suppress(RuntimeError):
+                flight.wait()
+            has_means = flight.has_means
         self.exchange.process_group = process_group
         self.exchange.connect()
         self.exchange.residuals.owner = None  # this rank's number may have changed
         self.exchange.residuals.claim(*self.exchange.place)
-        synchronize(self, is_new=False)
+        synchronize(self, has_means=has_means, settle=self._settle)
+
+    @full_precision()
+    def _settle(self, is_applied: bool) -> None:
+        """Apply or discard the average that was not confirmed."""
+        unconfirmed, self._unconfirmed = self._unconfirmed, None
+        if is_applied and unconfirmed is not None:
+            fragment, flight = unconfirmed
+            self._apply(fragment, flight.accept())
 
     @full_precision()
     def restart(self) -> None:
@@ -293,7 +329,7 @@ class DiLoCo:
         """
         flight = None
         if self._flight is not None:
-            with _failing(self._flight[0]):
+            with failing(self._flight[0]):
                 flight = self._flight[0], [mean.clone() for mean in self._flight[1].wait()]
         parameters = {name: p.detach().clone() for name, p in self._named_outer()}
         outer = Outer(parameters, copy.deepcopy(self.outer_optimizer.state_dict()), flight)
@@ -339,7 +375,8 @@ class DiLoCo:
                 parameter.copy_(saved[name])
         self.outer_optimizer.load_state_dict(copy.deepcopy(outer.optimizer))
         self.steps, self.applied = state_dict["steps"], state_dict["applied"]
-        self._flight = None
+        self._flight = self._unconfirmed = None
+        self.joined = True
         if outer.flight is not None:
             fragment, means = outer.flight
             self._flight = fragment, Flight([mean.clone() for mean in means])
@@ -354,96 +391,9 @@ class DiLoCo:
             RuntimeError: the pending average failed; see `step`.
         """
         if self._flight is not None:
-            with _failing(self._flight[0]):
+            with failing(self._flight[0]):
                 self._flight[1].wait()
         self.exchange.consolidate()
 
     def _named_outer(self) -> Iterator[tuple[str, nn.Parameter]]:
         return zip(self.names, self.outer_parameters, strict=True)
-
-
-def sparse_loco(
-    model: nn.Module, *, sync_every: int, density: float = 1 / 64, **more: Any
-) -> DiLoCo:
-    """Create a DiLoCo with the settings of SparseLoCo: top-k messages with error feedback.
-
-    Each rank sends the largest values of each chunk of 4096, in 2 bits, and keeps 0.95 of the rest
-    as residuals. The outer optimizer is SGD with lr=1 and without momentum, applied to the mean
-    over the ranks that sent a value (Sarfi et al., 2025). The outer rate and the decay are those of
-    Covenant-72B.
-
-    Args:
-        model: as for `DiLoCo`.
-        sync_every: as for `DiLoCo`.
-        density: share of the values that are sent.
-        **more: other arguments of `DiLoCo`, except config and mean_over.
-
-    Returns:
-        The outer loop.
-
-    Raises:
-        InvalidArgument: as for `DiLoCo`.
-        TypeError: a parameter is complex, sparse or float64.
-        RuntimeError: a peer is late or lost.
-
-    Example:
-        >>> import torch
-        >>> import torch.distributed as dist
-        >>> from cgx_ops.torch.diloco import sparse_loco
-        >>> dist.init_process_group("cgx", store=dist.HashStore(), rank=0, world_size=1)
-        >>> model = torch.nn.Linear(64, 64)  # without DistributedDataParallel
-        >>> outer = sparse_loco(model, sync_every=30, density=1 / 64)
-        >>> for _ in range(30):  # with an optimizer step before each
-        ...     outer.step()
-        >>> outer.applied
-        1
-        >>> dist.destroy_process_group()
-    """
-    config = Config(
-        compressor="topk", density=density, bucket_size=4096, value_bits=2, error_feedback=True,
-        residual_decay=0.95,
-    )  # fmt: skip
-    more.setdefault("outer_optimizer", lambda params: SGD(params, lr=1.0))
-    return DiLoCo(model, sync_every=sync_every, config=config, mean_over="senders", **more)
-
-
-@contextlib.contextmanager
-def _failing(fragment: int) -> Iterator[None]:
-    """Add to the error of a failed average what state it leaves, and the remedy."""
-    try:
-        yield
-    except (InvalidArgument, Unsupported):  # errors of the call, not of the ranks
-        raise
-    except RuntimeError as error:
-        raise RuntimeError(
-            f"{CALLER}: fragment {fragment} was not averaged. Parameters, outer parameters and "
-            f"residuals are unchanged; continue with the other ranks by regroup(): {error}"
-        ) from error
-
-
-def _outer_parameter(parameter: torch.Tensor, device: torch.device, pinned: bool) -> nn.Parameter:
-    values = parameter.detach().to(device=device, dtype=torch.float32, copy=True)
-    return nn.Parameter(values.pin_memory() if pinned else values)
-
-
-def _outer(
-    given: Optimizer | Callable[[list[nn.Parameter]], Optimizer] | None,
-    parameters: Sequence[nn.Parameter],
-    outer: list[nn.Parameter],
-) -> Optimizer:
-    """Return the outer optimizer, over the outer parameters."""
-    if given is None:
-        return SGD(outer, lr=0.7, momentum=0.9, nesterov=True)
-    if not isinstance(given, Optimizer):
-        return given(outer)
-    outer_of = dict(zip(parameters, outer, strict=True))
-    known = {p for group in given.param_groups for p in group["params"] if p.requires_grad}
-    if known != set(parameters) or given.state:
-        raise InvalidArgument(
-            f"{CALLER}: outer_optimizer must be new and have all parameters of the model: "
-            "torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True); or pass a "
-            "function: lambda params: torch.optim.SGD(params, lr=0.7)"
-        )
-    for group in given.param_groups:
-        group["params"] = [outer_of[p] for p in group["params"] if p.requires_grad]
-    return given
