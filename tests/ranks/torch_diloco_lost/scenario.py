@@ -1,0 +1,227 @@
+"""A scenario, and what one of its ranks does."""
+
+from __future__ import annotations
+
+import datetime
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from cgx_ops import Config, Rules
+from cgx_ops.torch.diloco import DiLoCo
+
+from . import faults, oracle
+
+TIMEOUT = datetime.timedelta(seconds=20)
+
+
+@dataclass(frozen=True)
+class Loss:
+    """The loss of a rank, after which the others make a new group.
+
+    Attributes:
+        average: which average of the group fails, from 1.
+        victim: the number of the member that dies.
+        fault: a key of faults.FAULTS.
+        joins: number of new members in the next group.
+    """
+
+    average: int
+    victim: int
+    fault: str
+    joins: int = 0
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A group of members 0 to size - 1, and its losses.
+
+    New members have the next numbers. `deferred`: they create their loop before the group.
+    """
+
+    size: int
+    losses: list[Loss]
+    fragments: int = 1
+    delay: int = 0
+    alpha: float = 0.0
+    carrier: Any = "native"
+    feedback: bool = True
+    dtype: str = "float32"
+    width: int = 24
+    deferred: bool = False
+    seed: int = 0
+
+    @property
+    def groups(self) -> list[list[int]]:
+        """The members of each group."""
+        found, following = [list(range(self.size))], self.size
+        for loss in self.losses:
+            left = [each for each in found[-1] if each != loss.victim]
+            found.append([*left, *range(following, following + loss.joins)])
+            following += loss.joins
+        return found
+
+
+def loop_of(scenario: Scenario, member: int, *, connect: bool = True) -> DiLoCo:
+    """Return the loop of a member, whose first parameters are those of no other."""
+    torch.manual_seed(member)
+    width = scenario.width
+    layers = [nn.Linear(width, width), nn.Linear(width, width), nn.Linear(width, 8)]
+    model = nn.Sequential(*layers).to(getattr(torch, scenario.dtype))
+    config = Config(bits=4, bucket_size=64, rounding="nearest", error_feedback=scenario.feedback)
+    return DiLoCo(
+        model, lambda params: torch.optim.SGD(params, lr=0.5, momentum=0.5, nesterov=True),
+        sync_every=3 * scenario.fragments, fragments=scenario.fragments,
+        fragment_sync_delay=scenario.delay, fragment_update_alpha=scenario.alpha, config=config,
+        rules=Rules(exact_vectors=False), carrier=scenario.carrier, connect=connect,
+    )  # fmt: skip
+
+
+class Member:
+    """A member of the groups of a scenario.
+
+    Attributes:
+        loop: of this member, once it is in a group.
+        applied: how many averages were applied when each of its groups began.
+    """
+
+    def __init__(self, scenario: Scenario, number: int, store: Any) -> None:
+        self.scenario, self.number, self.store = scenario, number, store
+        self.loop: DiLoCo | None = None
+        self.applied: list[int] = []
+        self._totals: list[tuple[oracle.Values, oracle.Values]] = []
+        self._lost: list[oracle.Values] = []  # residuals of ranks that died
+
+    def run(self) -> None:
+        """Train in each group until its loss, and in the last one for two rounds."""
+        for index, members in enumerate(self.scenario.groups):
+            if self.number in members:
+                expected = self._join(index, members)
+                loss = dict(enumerate(self.scenario.losses)).get(index)
+                self._train(index, expected, loss)
+                if loss is not None:
+                    self._old = expected
+        self._conserves()
+        dist.barrier()
+        dist.destroy_process_group()
+
+    def _join(self, index: int, members: list[int]) -> oracle.Oracle:
+        deferred = loop_of(self.scenario, self.number, connect=False)
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        dist.init_process_group(
+            "cgx", store=dist.PrefixStore(f"group {index}", self.store), timeout=TIMEOUT,
+            rank=members.index(self.number), world_size=len(members),
+        )  # fmt: skip
+        if self.loop is not None:
+            before = self.loop.applied, oracle.state_of(self.loop)["params"]
+            self.loop.regroup()
+            self._check_survivor(*before)
+        elif index and self.scenario.deferred:
+            self.loop = deferred
+            self.loop.regroup()
+        else:
+            self.loop = loop_of(self.scenario, self.number)
+        mine = oracle.state_of(self.loop)
+        states: list[Any] = [None] * len(members)
+        dist.all_gather_object(states, mine)
+        for state in states:
+            for count in ("steps", "applied", "exchanges"):
+                assert state[count] == mine[count], f"{count}: {state[count]} and {mine[count]}"
+            oracle.same(state["outer"], mine["outer"], "outer")
+            oracle.same(state["momentum"], mine["momentum"], "momentum")
+        if not self.applied:
+            dtype = self.loop.parameters[0].dtype
+            for p, outer in zip(self.loop.parameters, self.loop.outer_parameters, strict=True):
+                assert torch.equal(p, outer.to(dtype))
+            assert not self.loop.exchange.residuals.tensors
+        self.applied.append(self.loop.applied)
+        return oracle.Oracle(self.loop, members, states)
+
+    def _check_survivor(self, applied: int, params: oracle.Values) -> None:
+        """Compare with the group's oracle before or after the average that failed."""
+        loop, old = self.loop, self._old
+        assert loop is not None
+        while old.applied < loop.applied:
+            old.step()
+        assert applied <= loop.applied <= applied + 1
+        want = old.history[loop.applied]
+        rank = old.members.index(self.number)
+        state = oracle.state_of(loop)
+        oracle.same(state["outer"], want["outer"], "outer")
+        oracle.same(state["momentum"], want["momentum"], "momentum")
+        if self.scenario.feedback:
+            own = {n: of_ranks[rank] for n, of_ranks in want["residuals"].items()}
+            oracle.same(state["residuals"], own, "residuals")
+        if loop.applied > applied:  # it was applied while regrouping
+            alpha = np.float32(self.scenario.alpha)
+            fragment = (loop.applied - 1) % self.scenario.fragments
+            for i in loop.fragments[fragment]:
+                name = loop.names[i]
+                mixed = alpha * params[name] + (np.float32(1) - alpha) * want["outer"][name]
+                params[name] = old.rounded(mixed)
+        oracle.same(state["params"], params, "parameters")
+        self._totals += want["sums"]
+        victim = old.members.index(self.scenario.losses[len(self.applied) - 1].victim)
+        self._lost.append({n: each[victim] for n, each in want["residuals"].items()})
+
+    def _train(self, index: int, expected: oracle.Oracle, loss: Loss | None) -> None:
+        loop, schedule = self.loop, self.loop.schedule  # type: ignore[union-attr]
+        assert loop is not None
+        fault = faults.FAULTS[loss.fault] if loss else (faults.nothing, faults.nothing)
+        first = min(m for m in expected.members if loss is None or m != loss.victim)
+        sends = 0
+        noise = random.Random(f"{self.scenario.seed} {index}")
+        until = loop.steps + 2 * schedule.sync_every + 1
+        while loss is not None or loop.steps < until:
+            for name, change in oracle.moves(loop, self.number, loop.steps).items():
+                p = loop.parameters[loop.names.index(name)]
+                with torch.no_grad():
+                    p += torch.from_numpy(change).view(p.shape).to(p.dtype)
+            sends += schedule.sent_after(loop.steps + 1) is not None
+            if loss and sends == loss.average:
+                if self.number == loss.victim:
+                    fault[0](noise)
+                elif self.number == first:
+                    fault[1](noise)
+            try:
+                loop.step()
+            except RuntimeError as error:
+                assert loss is not None, error
+                assert "was not applied" in str(error), error
+                faults.mend()
+                return
+            expected.step()
+            state = oracle.state_of(loop)
+            rank = expected.members.index(self.number)
+            oracle.same(state["params"], expected.loop.params[rank], f"step {loop.steps}")
+            oracle.same(state["outer"], expected.loop.anchor, f"step {loop.steps}, outer")
+            assert sends < 9, "no rank was lost"
+        if self.scenario.feedback:
+            own = {n: x[rank] for n, x in expected.loop.residuals.items()}
+            oracle.same(state["residuals"], own, "residuals")
+        self._totals += expected.sums
+        self._left = expected.loop.residuals
+
+    def _conserves(self) -> None:
+        """Check that sums of means, with all residuals, are the sums of differences.
+
+        Only a member of all groups has seen all messages.
+        """
+        if not self.scenario.feedback or self.number >= self.scenario.size:
+            return
+        size = len(self.scenario.groups[0]) + sum(loss.joins for loss in self.scenario.losses)
+        for name, owned in self._left.items():
+            sent = sum(means[name] for means, _ in self._totals if name in means)
+            moved = sum(d[name] for _, d in self._totals if name in d)
+            pending = sum(x.astype(np.float64) for x in owned)
+            pending = pending + sum(each[name].astype(np.float64) for each in self._lost)
+            largest = max(float(np.abs(d[name]).max()) for _, d in self._totals if name in d)
+            # An average rounds a few times for each rank: difference, residual, sum, momentum.
+            bound = len(self._totals) * (4 * size + 8) * 2.0**-24 * size * max(1.0, largest)
+            assert np.abs(sent + pending - moved).max() <= bound, name
