@@ -70,7 +70,7 @@ def main() -> None:
             if not child:
                 play(scenario, index, n, port, reports[n])
             children[n] = child
-        victims = {loss.victim for loss in scenario.losses}
+        victims = {loss.victim for loss in scenario.losses} - {None}
         wrong = {
             n: f"{status}: {reports[n].read_text() if reports[n].exists() else ''}"
             for n, status in ended(children).items()

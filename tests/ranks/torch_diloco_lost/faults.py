@@ -104,8 +104,36 @@ def misses_confirmation(_: random.Random) -> None:
 
 
 Fault = Callable[[random.Random], None]
+# ---- in regroup() --------------------------------------------------------------------------------
+
+
+def _dies_in(function: str, call: int, *, after: bool = False) -> None:
+    """Die in a call of a collective of torch, counted from 1."""
+    calls, original = iter(range(1, 1000)), getattr(dist, function)
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        last = next(calls) == call
+        if last and not after:
+            die()
+        result = original(*args, **kwargs)
+        return die() if last else result
+
+    setattr(dist, function, counted)
+
+
+# The first all_gather_object compares settings, the second one progress.
+IN_REGROUP: dict[str, Callable[[], None]] = {
+    "comparing": lambda: _dies_in("all_gather_object", 1),
+    "before progress": lambda: _dies_in("all_gather_object", 2),
+    "after progress": lambda: _dies_in("all_gather_object", 2, after=True),
+    "first parameter": lambda: _dies_in("broadcast", 1),
+    "third parameter": lambda: _dies_in("broadcast", 3),
+    "last parameter": lambda: _dies_in("broadcast", 6, after=True),
+}
+
 # By name: for the victim, and for the survivor with the lowest number.
 FAULTS: dict[str, tuple[Fault, Fault]] = {
+    "none": (nothing, nothing),
     "before send": (before_send, nothing),
     "sending": (sending, nothing),
     "before confirmation": (before_confirmation, nothing),

@@ -34,8 +34,7 @@ def moves(loop: DiLoCo, member: int, step: int) -> Values:
 def flat(loop: DiLoCo, tensors: list[nn.Parameter]) -> Values:
     """Return copies by name, flat, float32."""
     return {
-        n: tc.to_numpy(p.detach().float()).copy()
-        for n, p in zip(loop.names, tensors, strict=True)
+        n: tc.to_numpy(p.detach().float()).copy() for n, p in zip(loop.names, tensors, strict=True)
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import random
 from dataclasses import dataclass
@@ -22,17 +23,17 @@ TIMEOUT = datetime.timedelta(seconds=20)
 
 @dataclass(frozen=True)
 class Loss:
-    """The loss of a rank, after which the others make a new group.
+    """The end of a group, after which the remaining ranks make a new one.
 
     Attributes:
-        average: which average of the group fails, from 1.
-        victim: the number of the member that dies.
-        fault: a key of faults.FAULTS.
+        average: which average of the group fails, from 1. 0: the call of regroup() does.
+        victim: the number of the member that dies; None: the group ends without a loss.
+        fault: a key of faults.FAULTS or, for average 0, of faults.IN_REGROUP.
         joins: number of new members in the next group.
     """
 
     average: int
-    victim: int
+    victim: int | None
     fault: str
     joins: int = 0
 
@@ -96,37 +97,61 @@ class Member:
         self.applied: list[int] = []
         self._totals: list[tuple[oracle.Values, oracle.Values]] = []
         self._lost: list[oracle.Values] = []  # residuals of ranks that died
+        self._old: oracle.Oracle | None = None  # of the last group that trained
+        self._before: Any = None  # what this rank had applied, and its parameters, before regroup()
+        self._victims: list[int] = []  # since that group trained
 
     def run(self) -> None:
         """Train in each group until its loss, and in the last one for two rounds."""
-        for index, members in enumerate(self.scenario.groups):
-            if self.number in members:
-                expected = self._join(index, members)
-                loss = dict(enumerate(self.scenario.losses)).get(index)
-                self._train(index, expected, loss)
-                if loss is not None:
-                    self._old = expected
+        losses = [*self.scenario.losses, None]
+        for index, (members, loss) in enumerate(zip(self.scenario.groups, losses, strict=True)):
+            if self.number not in members:
+                continue
+            self._meet(index, members)
+            if loss is not None and not loss.average:
+                self._fail_to_join(loss)
+            else:
+                self._join()
+                self._old = self._started(members)
+                self._train(index, self._old, loss)
+            if loss is not None and loss.victim is not None:
+                self._victims.append(loss.victim)
         self._conserves()
         dist.barrier()
         dist.destroy_process_group()
 
-    def _join(self, index: int, members: list[int]) -> oracle.Oracle:
-        deferred = loop_of(self.scenario, self.number, connect=False)
+    def _meet(self, index: int, members: list[int]) -> None:
+        if self.loop is not None and self._before is None:
+            self._before = self.loop.applied, oracle.state_of(self.loop)["params"]
         if dist.is_initialized():
             dist.destroy_process_group()
+        self._deferred = loop_of(self.scenario, self.number, connect=False)
         dist.init_process_group(
             "cgx", store=dist.PrefixStore(f"group {index}", self.store), timeout=TIMEOUT,
             rank=members.index(self.number), world_size=len(members),
         )  # fmt: skip
+
+    def _join(self) -> None:
         if self.loop is not None:
-            before = self.loop.applied, oracle.state_of(self.loop)["params"]
             self.loop.regroup()
-            self._check_survivor(*before)
-        elif index and self.scenario.deferred:
-            self.loop = deferred
-            self.loop.regroup()
+        elif self._old is None and self.number >= self.scenario.size and self.scenario.deferred:
+            self._deferred.regroup()
+            self.loop = self._deferred
         else:
             self.loop = loop_of(self.scenario, self.number)
+
+    def _fail_to_join(self, loss: Loss) -> None:
+        """Lose a rank in regroup(), which may fail or not on each of the others."""
+        if self.number == loss.victim:
+            faults.IN_REGROUP[loss.fault]()
+        with contextlib.suppress(RuntimeError):
+            self._join()
+        assert self.number != loss.victim
+
+    def _started(self, members: list[int]) -> oracle.Oracle:
+        assert self.loop is not None
+        if self._old is not None:
+            self._check_survivor(self._old)
         mine = oracle.state_of(self.loop)
         states: list[Any] = [None] * len(members)
         dist.all_gather_object(states, mine)
@@ -135,7 +160,7 @@ class Member:
                 assert state[count] == mine[count], f"{count}: {state[count]} and {mine[count]}"
             oracle.same(state["outer"], mine["outer"], "outer")
             oracle.same(state["momentum"], mine["momentum"], "momentum")
-        if not self.applied:
+        if self._old is None:
             dtype = self.loop.parameters[0].dtype
             for p, outer in zip(self.loop.parameters, self.loop.outer_parameters, strict=True):
                 assert torch.equal(p, outer.to(dtype))
@@ -143,9 +168,10 @@ class Member:
         self.applied.append(self.loop.applied)
         return oracle.Oracle(self.loop, members, states)
 
-    def _check_survivor(self, applied: int, params: oracle.Values) -> None:
+    def _check_survivor(self, old: oracle.Oracle) -> None:
         """Compare with the group's oracle before or after the average that failed."""
-        loop, old = self.loop, self._old
+        loop, (applied, params) = self.loop, self._before
+        self._before = None
         assert loop is not None
         while old.applied < loop.applied:
             old.step()
@@ -167,12 +193,15 @@ class Member:
                 params[name] = old.rounded(mixed)
         oracle.same(state["params"], params, "parameters")
         self._totals += want["sums"]
-        victim = old.members.index(self.scenario.losses[len(self.applied) - 1].victim)
-        self._lost.append({n: each[victim] for n, each in want["residuals"].items()})
+        for victim in filter(old.members.__contains__, self._victims):
+            of_victim = old.members.index(victim)
+            self._lost.append({n: each[of_victim] for n, each in want["residuals"].items()})
+        self._victims = []
 
     def _train(self, index: int, expected: oracle.Oracle, loss: Loss | None) -> None:
-        loop, schedule = self.loop, self.loop.schedule  # type: ignore[union-attr]
+        loop = self.loop
         assert loop is not None
+        schedule = loop.schedule
         fault = faults.FAULTS[loss.fault] if loss else (faults.nothing, faults.nothing)
         first = min(m for m in expected.members if loss is None or m != loss.victim)
         sends = 0
@@ -184,7 +213,7 @@ class Member:
                 with torch.no_grad():
                     p += torch.from_numpy(change).view(p.shape).to(p.dtype)
             sends += schedule.sent_after(loop.steps + 1) is not None
-            if loss and sends == loss.average:
+            if loss and sends == loss.average and loss.victim is not None:
                 if self.number == loss.victim:
                     fault[0](noise)
                 elif self.number == first:
@@ -201,6 +230,8 @@ class Member:
             rank = expected.members.index(self.number)
             oracle.same(state["params"], expected.loop.params[rank], f"step {loop.steps}")
             oracle.same(state["outer"], expected.loop.anchor, f"step {loop.steps}, outer")
+            if loss and loss.victim is None and sends == loss.average:
+                return
             assert sends < 9, "no rank was lost"
         if self.scenario.feedback:
             own = {n: x[rank] for n, x in expected.loop.residuals.items()}

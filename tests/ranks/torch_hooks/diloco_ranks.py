@@ -4,10 +4,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from failing import fails
 from torch import nn
 from torch_training import RANK, SIZE, identical_on_all_ranks, network, weights_of
 
-from cgx_ops import Config
+from cgx_ops import Config, InvalidArgument
 from cgx_ops.torch.diloco import DiLoCo
 
 from .diloco import LEVELS, move
@@ -71,4 +72,49 @@ def memory_formats_may_differ() -> None:
     assert torch.equal(loop.outer_parameters[0], want) and torch.equal(model.weight, want)
 
 
+def merged_groups() -> None:
+    """Check that groups that continued separately end with the state of the first rank's."""
+    alone: Any = [dist.new_group([rank], backend="cgx") for rank in range(SIZE)]
+    for counts in ([4] * SIZE, [4 - rank % 2 for rank in range(SIZE)]):
+        model = network()
+        loop = DiLoCo(model, sync_every=1, config=LEVELS, process_group=alone[RANK])
+        run(model, loop, range(counts[RANK]))
+        first: Any = [weights_of(model), loop.outer_optimizer.state_dict(), loop.state_dict()]
+        dist.broadcast_object_list(first, 0)
+        loop.regroup()
+        assert (loop.steps, loop.applied) == (4, 4)
+        assert torch.equal(weights_of(model), first[0])
+        momenta = [of["momentum_buffer"] for of in loop.outer_optimizer.state.values()]
+        wanted = [of["momentum_buffer"] for of in first[1]["state"].values()]
+        assert all(map(torch.equal, momenta, wanted))
+        assert bool(loop.exchange.residuals.tensors) == (RANK == 0)
+        run(model, loop, range(4, 6))
+        identical_on_all_ranks(weights_of(model))
+
+
+def connected_later() -> None:
+    """Check that connect=False does not communicate, and that regroup() then synchronizes."""
+    model = network()
+    with torch.no_grad():
+        next(model.parameters()).add_(RANK)
+    if RANK == 0:  # the others do not call it yet
+        loop = DiLoCo(model, sync_every=2, config=LEVELS, connect=False)
+        fails(InvalidArgument, "call regroup() on all ranks first", loop.step)
+    dist.barrier()
+    if RANK:
+        loop = DiLoCo(model, sync_every=2, config=LEVELS, connect=False)
+    loop.regroup()
+    assert torch.equal(weights_of(model), weights_of(network()))
+    run(model, loop, range(4))
+    identical_on_all_ranks(weights_of(model))
+    saved = loop.state_dict()
+    restored = DiLoCo(network(), sync_every=2, config=LEVELS, connect=False)
+    restored.load_state_dict(saved)
+    restored.regroup()
+    assert (restored.steps, restored.applied) == (4, 2)
+    residuals = restored.exchange.residuals.tensors
+    assert all(torch.equal(residuals[n], e) for n, e in loop.exchange.residuals.tensors.items())
+
+
 CHECKS = [saved_once_regrouped, new_members_select_same_values, memory_formats_may_differ]
+CHECKS += [merged_groups, connected_later]
