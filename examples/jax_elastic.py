@@ -154,7 +154,8 @@ def joined(saved: list[dict[int, Leaves]], is_per_device: list[bool]) -> tuple[i
     if not common:
         raise ValueError(f"no step is in all files: {[sorted(each) for each in saved]}")
     step, leaves = max(common), []
-    for parts, differs in zip(zip(*(each[max(common)] for each in saved)), is_per_device):
+    states = [each[step] for each in saved]
+    for *parts, differs in zip(*states, is_per_device, strict=True):
         if not differs and any(part.tobytes() != parts[0].tobytes() for part in parts):
             raise ValueError(f"step {step}: replicated values differ between processes")
         leaves.append(np.concatenate(parts) if differs else parts[0])

@@ -1,6 +1,7 @@
 """examples/jax_elastic.py: processes that lose one of them save, and a smaller job continues."""
 
 import importlib.util
+import itertools
 import json
 import subprocess
 import sys
@@ -82,7 +83,7 @@ def test_jobs_shrink_and_continue(example: ModuleType, tmp_path: Path) -> None:
     resumed = [(line["resumed"], line["processes"]) for line in lines if "resumed" in line]
     assert [processes for _, processes in resumed] == [4, 3, 2]
     losses = {line["step"]: line["loss"] for line in lines if "loss" in line}
-    for (first, _), (at, _) in zip(resumed, resumed[1:], strict=False):
+    for (first, _), (at, _) in itertools.pairwise(resumed):
         # Each job continues from the last step of all survivors.
         assert first < at <= 90
         saved = [example.load(file) for file in (tmp_path / str(resumed.index((at, _)))).glob("*")]

@@ -73,7 +73,7 @@ def test_members_come_and_go(tmp_path: Path) -> None:
             joined = ended(newcomer, tmp_path / "newcomer", deadline)
     for each in left:
         assert len(each["failures"]) == 1, each
-        assert "fragment 0 was not averaged" in each["failures"][0], each
+        assert "fragment 0 was not applied" in each["failures"][0], each
         # Three, then the two survivors, then the new member too, unless it joins immediately.
         assert (each["sizes"][0], each["sizes"][-1]) == (3, 3), each
         assert each["begun_at"] == 0

@@ -63,7 +63,7 @@ class Oracle:
         members: the number of each rank, which determines its training.
         loop: the reference, a rank for each member.
         applied: number of applied averages.
-        history: anchor, momentum and residuals after each number of averages.
+        history: the values after each number of averages, and the names that the last one changed.
         sums: of all messages of applied averages: sizes times means, and differences of all ranks.
     """
 
@@ -90,10 +90,11 @@ class Oracle:
         self.history: dict[int, dict[str, Any]] = {}
         self.sums: list[tuple[Values, Values]] = []
         self._differences: Values = {}
-        self._remember()
+        self._remember([])
 
-    def _remember(self) -> None:
+    def _remember(self, names: list[str]) -> None:
         self.history[self.applied] = {
+            "names": names,
             "outer": copy.deepcopy(self.loop.anchor),
             "momentum": copy.deepcopy(self.loop.momentum),
             "residuals": copy.deepcopy(self.loop.residuals),
@@ -127,7 +128,7 @@ class Oracle:
             self.sums.append((means, self._differences))
             self._differences = {}
             self.applied += 1
-            self._remember()
+            self._remember(loop.members[applied])
 
     def rounded(self, x: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
         return x.astype(self._round).astype(np.float32)

@@ -1,4 +1,4 @@
-"""A scenario, and what one of its ranks does."""
+"""Scenarios, and the members of their groups."""
 
 from __future__ import annotations
 
@@ -186,9 +186,7 @@ class Member:
             oracle.same(state["residuals"], own, "residuals")
         if loop.applied > applied:  # it was applied while regrouping
             alpha = np.float32(self.scenario.alpha)
-            fragment = (loop.applied - 1) % self.scenario.fragments
-            for i in loop.fragments[fragment]:
-                name = loop.names[i]
+            for name in want["names"]:
                 mixed = alpha * params[name] + (np.float32(1) - alpha) * want["outer"][name]
                 params[name] = old.rounded(mixed)
         oracle.same(state["params"], params, "parameters")
