@@ -238,8 +238,8 @@ if __name__ == "__main__":
     parser.add_argument("--work", nargs=6, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.work:
-        *numbers, old, new = arguments.work
-        work(*map(int, numbers), Path(old), Path(new))
+        rank, processes, port, steps = map(int, arguments.work[:4])
+        work(rank, processes, port, steps, *map(Path, arguments.work[4:]))
     else:
         with tempfile.TemporaryDirectory() as temporary:
             launch(

@@ -30,7 +30,7 @@ def example(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def test_last_common_step(example: ModuleType) -> None:
-    weights, ahead = np.float32([1, 2]), np.float32([3, 4])
+    weights, ahead = np.array([1.0, 2.0]), np.array([3.0, 4.0])
     saved = [
         {4: [weights, np.full((1, 2), 0.0)], 5: [ahead, np.full((1, 2), 9.0)]},
         {3: [ahead, np.full((1, 2), 9.0)], 4: [weights, np.full((1, 2), 1.0)]},

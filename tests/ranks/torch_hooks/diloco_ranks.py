@@ -97,12 +97,12 @@ def connected_later() -> None:
     model = network()
     with torch.no_grad():
         next(model.parameters()).add_(RANK)
-    if RANK == 0:  # the others do not call it yet
-        loop = DiLoCo(model, sync_every=2, config=LEVELS, connect=False)
-        fails(InvalidArgument, "call regroup() on all ranks first", loop.step)
-    dist.barrier()
-    if RANK:
-        loop = DiLoCo(model, sync_every=2, config=LEVELS, connect=False)
+    if RANK:  # rank 0 does not wait for the others
+        dist.barrier()
+    loop = DiLoCo(model, sync_every=2, config=LEVELS, connect=False)
+    fails(InvalidArgument, "call regroup() on all ranks first", loop.step)
+    if RANK == 0:
+        dist.barrier()
     loop.regroup()
     assert torch.equal(weights_of(model), weights_of(network()))
     run(model, loop, range(4))
