@@ -26,9 +26,16 @@ class CpuCarrier(Carrier):
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__(group)
         timeout = parallel.group_timeout(group) or dist.default_pg_timeout
-        self._gloo: Any = dist.ProcessGroupGloo(
-            self._store, self._rank, self._size, timeout=timeout
-        )
+        store = self._store.clone()  # its timeout, not that of the store of the whole program
+        store.set_timeout(timeout)
+        try:
+            self._gloo: Any = dist.ProcessGroupGloo(store, self._rank, self._size, timeout=timeout)
+        except RuntimeError as error:
+            raise dist.DistBackendError(
+                f"carrier 'c10d', group '{group.group_name}': rank {self._rank} did not connect to "
+                f"all {self._size} ranks within {timeout.total_seconds():g} s; check that they are "
+                f"running and use this group: {error}"
+            ) from error
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="cgx-carrier")
 
     def _execute(
