@@ -119,7 +119,7 @@ def test_killed_at_any_time(tmp_path: Path) -> None:
             "size": 3, "losses": [lost(2, seed % 3, "sending"), lost(1, (seed + 1) % 3, "sending")],
             "width": 256, "seed": seed, **SETTINGS[seed % len(SETTINGS)],
         }
-        for seed in range(24)
+        for seed in range(12)
     ]  # fmt: skip
     applied = [each for outcome in play(tmp_path, scenarios) for each in outcome]
     assert set(applied) == {False, True}

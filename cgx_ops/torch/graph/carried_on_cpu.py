@@ -26,7 +26,8 @@ class CpuCarrier(Carrier):
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__(group)
         timeout = parallel.group_timeout(group) or dist.default_pg_timeout
-        store = self._store.clone()  # its timeout, not that of the store of the whole program
+        store: Any = self._store
+        store = store.clone()  # the program's store keeps its own timeout
         store.set_timeout(timeout)
         try:
             self._gloo: Any = dist.ProcessGroupGloo(store, self._rank, self._size, timeout=timeout)
