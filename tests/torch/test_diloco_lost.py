@@ -22,6 +22,7 @@ APPLIED = {
     "after applying": (True,),
     "one without means": (False,),
     "one without confirmation": (True,),
+    "all without confirmation": (True,),
 }
 
 

@@ -131,7 +131,7 @@ IN_REGROUP: dict[str, Callable[[], None]] = {
     "last parameter": lambda: _dies_in("broadcast", 6, after=True),
 }
 
-# By name: for the victim, and for the survivor with the lowest number.
+# By name: for the victim, and for the survivor with the lowest number, or all of ON_ALL.
 FAULTS: dict[str, tuple[Fault, Fault]] = {
     "none": (nothing, nothing),
     "before send": (before_send, nothing),
@@ -141,4 +141,6 @@ FAULTS: dict[str, tuple[Fault, Fault]] = {
     "after applying": (after_applying, nothing),
     "one without means": (before_confirmation, misses_means),
     "one without confirmation": (after_confirmation, misses_confirmation),
+    "all without confirmation": (after_confirmation, misses_confirmation),
 }
+ON_ALL = {"all without confirmation"}

@@ -215,7 +215,7 @@ class Member:
             if loss and sends == loss.average and loss.victim is not None:
                 if self.number == loss.victim:
                     fault[0](noise)
-                elif self.number == first:
+                elif self.number == first or loss.fault in faults.ON_ALL:
                     fault[1](noise)
             try:
                 loop.step()
