@@ -112,17 +112,16 @@ def _receive(loop: OuterLoop, source: int, *, is_behind: bool, applied: int) -> 
     too. Nothing changes before all of it has arrived.
     """
     group = loop.exchange.group
-    first = dist.get_global_rank(group, source)
     state = [loop.outer_optimizer.state_dict() if applied else None]
     received: dict[nn.Parameter, torch.Tensor] = {}
     with process_group.uncompressed():
-        dist.broadcast_object_list(state, first, group)
+        dist.broadcast_object_list(state, group=group, group_src=source)
         for parameter, outer in zip(loop.parameters, loop.outer_parameters, strict=True):
             # A broadcast follows the memory order, which may differ between ranks.
             values = outer.detach().to(
                 parameter.device, copy=True, memory_format=torch.contiguous_format
             )
-            dist.broadcast(values, first, group)
+            dist.broadcast(values, group=group, group_src=source)
             if is_behind or not _same_bits(values, outer):
                 received[outer] = values
     if not is_behind and not received:

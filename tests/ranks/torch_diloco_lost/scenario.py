@@ -44,6 +44,7 @@ class Scenario:
     """A group of members 0 to size - 1, and its losses.
 
     New members have the next numbers. `deferred`: they create their loop before the group.
+    `reconfigures`: the group changes its members (torch 2.14); otherwise there is a new one.
     """
 
     size: int
@@ -56,6 +57,7 @@ class Scenario:
     dtype: str = "float32"
     width: int = 24
     deferred: bool = False
+    reconfigures: bool = False
     seed: int = 0
 
     @property
@@ -124,13 +126,26 @@ class Member:
     def _meet(self, index: int, members: list[int]) -> None:
         if self.loop is not None and self._before is None:
             self._before = self.loop.applied, oracle.state_of(self.loop)["params"]
+        self._deferred = loop_of(self.scenario, self.number, connect=False)
+        if self.scenario.reconfigures:
+            self._reconfigure(index, members)
+            return
         if dist.is_initialized():
             dist.destroy_process_group()
-        self._deferred = loop_of(self.scenario, self.number, connect=False)
         dist.init_process_group(
             "cgx", store=dist.PrefixStore(f"group {index}", self.store), timeout=TIMEOUT,
             rank=members.index(self.number), world_size=len(members),
         )  # fmt: skip
+
+    def _reconfigure(self, index: int, members: list[int]) -> None:
+        if not dist.is_initialized():
+            dist.init_process_group(
+                "cgx", store=self.store, timeout=TIMEOUT, enable_reconfigure=True,
+                rank=self.number, world_size=1 + max(map(max, self.scenario.groups)),
+            )  # fmt: skip
+        self.store.set(f"group {index}, {self.number}", dist._get_reconfigure_handle())
+        handles = [self.store.get(f"group {index}, {each}").decode() for each in members]
+        assert dist._reconfigure(index + 1, handles, timeout=TIMEOUT).wait()
 
     def _join(self) -> None:
         if self.loop is not None:
