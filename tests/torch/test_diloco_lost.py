@@ -111,6 +111,24 @@ def test_lost_twice_in_a_row(tmp_path: Path) -> None:
     play(tmp_path, scenarios)
 
 
+@pytest.mark.skipif(
+    not hasattr(dist, "_reconfigure"), reason="torch reconfigures groups from 2.14 on"
+)
+@pytest.mark.timeout(300)
+def test_reconfigured_groups(tmp_path: Path) -> None:
+    """Let the group itself change its members, in place of a new group."""
+    scenarios = []
+    for settings in SETTINGS[:3]:  # not the carrier "c10d", which finds no ranks that are added
+        more = {"reconfigures": True, **settings}
+        scenarios += [{"size": 3, "losses": [lost(2, 2, fault)], **more} for fault in APPLIED]
+        grows = [lost(2, 2, "one without confirmation", joins=2), lost(1, 3, "before send")]
+        twice = [lost(2, 2, "one without means", joins=1), lost(0, 1, IN_REGROUP[3], joins=1)]
+        scenarios.append({"size": 3, "losses": grows, **more})
+        scenarios.append({"size": 3, "losses": twice, "deferred": True, **more})
+        scenarios.append({"size": 2, "losses": [lost(2, None, "none", joins=1)], **more})
+    play(tmp_path, scenarios)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_killed_at_any_time(tmp_path: Path) -> None:
