@@ -29,8 +29,7 @@ The APIs differ in these points:
 - **`out`**, `segments`, `timeout`, and the `seed` of a collective, exist only in numpy.
 - **`fuse`** divides a JAX tree into messages, and **`mesh`** is that of `jax.shard_map`.
 - **`carrier`** names the framework's own collectives as the transport: "c10d" or "xla".
-- **State** is an argument of optax transformations and a separate object in PyTorch, so DDP
-  states have `process_group`, `unsupported` and `adaptive`.
+- **State** is an argument in optax, and an object with a `process_group` in PyTorch.
 """
 
 # A concept, and its calls in numpy, PyTorch and JAX.

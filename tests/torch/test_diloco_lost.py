@@ -61,8 +61,8 @@ SETTINGS: list[dict[str, Any]] = [
     {"fragments": 3, "feedback": False, "dtype": "bfloat16"},
     {"delay": 2, "alpha": 0.5, "dtype": "bfloat16", "carrier": "c10d"},
 ]
-IN_REGROUP = ("comparing", "before progress", "after progress")
-IN_REGROUP += ("first parameter", "third parameter", "last parameter")
+IN_REGROUP = ["comparing", "before progress", "after progress"]
+IN_REGROUP += ["first parameter", "third parameter", "last parameter"]
 LARGE = pytest.mark.slow
 
 
