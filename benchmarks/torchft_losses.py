@@ -17,7 +17,6 @@ import os
 import signal
 import sys
 import time
-from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -33,8 +32,9 @@ from cgx_ops.torch.integrations.torchft import DistributedDataParallel, ProcessG
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 from digits import BATCH, digest, digits, perceptron
+from torchft_digits import TIMEOUT, manage, serve_store
 
-SIZE, LOST, BACK, LAST, TIMEOUT = 5, (3, 4), 4, 50, timedelta(seconds=60)
+SIZE, LOST, BACK, LAST = 5, (3, 4), 4, 50
 CONFIGS = {
     "exact": Config(bits=32),
     "4 bits": Config(bits=4),
@@ -45,27 +45,13 @@ CONFIGS = {
 def replica(name: str, index: int, dies: bool, steps: int, address: str, pipe: Connection) -> None:
     """Train one replica and send what it has learnt."""
     torch.set_num_threads(1)
-    store = torch.distributed.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     group = ProcessGroup(BackendOptions(CONFIGS[name]), TIMEOUT)
     model = perceptron()
     inner = torch.optim.SGD(model.parameters(), 0.02, momentum=0.9)
-
-    def save() -> dict[str, Any]:
-        return {"model": model.state_dict(), "optimizer": inner.state_dict()}
-
-    def load(state: dict[str, Any]) -> None:
-        model.load_state_dict(state["model"])
-        inner.load_state_dict(state["optimizer"])
-
-    manager = torchft.Manager(
-        group, load, save, min_replica_size=3, timeout=TIMEOUT, quorum_timeout=TIMEOUT, rank=0,
-        world_size=1, store_addr="localhost", store_port=store.port, lighthouse_addr=address,
-        replica_id=f"replica_{index}", hostname="localhost", init_sync=False,
-    )  # fmt: skip
-    network, optimizer = (
-        DistributedDataParallel(manager, model, group),
-        torchft.Optimizer(manager, inner),
-    )
+    store, options = serve_store(), {"min_replica_size": 3, "init_sync": False}
+    manager = manage(group, model, inner, index, address, store, **options)
+    network = DistributedDataParallel(manager, model, group)
+    optimizer = torchft.Optimizer(manager, inner)
     images, test_images, labels, test_labels = digits()
     losses, sizes = [], []
     while manager.current_step() < steps:

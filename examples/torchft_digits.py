@@ -46,27 +46,40 @@ CONFIGS = {
 # ---- a replica -----------------------------------------------------------------------------------
 
 
+def manage(
+    group: ProcessGroup, model: nn.Module, optimizer: torch.optim.Optimizer, replica: int,
+    lighthouse: str, store: torch.distributed.TCPStore, **options: Any,
+) -> torchft.Manager:  # fmt: skip
+    """Return a Manager that transfers model and optimizer to replicas that join."""
+
+    def save() -> dict[str, Any]:
+        return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+
+    def load(state: dict[str, Any]) -> None:
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+
+    return torchft.Manager(
+        group, load, save, timeout=TIMEOUT, quorum_timeout=TIMEOUT, rank=0, world_size=1,
+        store_addr="localhost", store_port=store.port, lighthouse_addr=lighthouse,
+        replica_id=f"replica_{replica}", hostname="localhost",
+        **({"min_replica_size": 2} | options),
+    )  # fmt: skip
+
+
+def serve_store() -> torch.distributed.TCPStore:
+    """Serve a store, as long as the result is referenced."""
+    return torch.distributed.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+
+
 def train(method: str, replica: int, lighthouse: str, folder: Path, phase: str) -> None:
     """Train until the supervisor names the last step."""
-    store = torch.distributed.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     compress = "all" if method == "diloco" else "gradients"
     group = ProcessGroup(BackendOptions(CONFIGS[method], compress=compress), TIMEOUT)
     model = perceptron()
     inner = torch.optim.SGD(model.parameters(), 0.02, momentum=0.9)
-
-    def save() -> dict[str, Any]:
-        return {"model": model.state_dict(), "optimizer": inner.state_dict()}
-
-    def load(state: dict[str, Any]) -> None:
-        model.load_state_dict(state["model"])
-        inner.load_state_dict(state["optimizer"])
-
-    manager = torchft.Manager(
-        group, load, save, min_replica_size=2, use_async_quorum=method != "diloco",
-        timeout=TIMEOUT, quorum_timeout=TIMEOUT, rank=0, world_size=1, store_addr="localhost",
-        store_port=store.port, lighthouse_addr=lighthouse, replica_id=f"replica_{replica}",
-        hostname="localhost",
-    )  # fmt: skip
+    store, options = serve_store(), {"use_async_quorum": method != "diloco"}
+    manager = manage(group, model, inner, replica, lighthouse, store, **options)
     fault = Fault(phase, manager, model, inner)
     images, _, labels, _ = digits()
     random = torch.Generator().manual_seed(os.getpid())

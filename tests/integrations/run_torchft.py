@@ -47,7 +47,8 @@ def main(lighthouse: str) -> None:
     optimizer = torchft.Optimizer(manager, inner)
 
     losses = []
-    loader = DataLoader(examples(), batch_size=BATCH, shuffle=True)
+    order = torch.Generator().manual_seed(replica)
+    loader = DataLoader(examples(), batch_size=BATCH, shuffle=True, generator=order)
     while len(losses) < EPOCHS:
         total = 0.0
         for points, labels in loader:

@@ -100,6 +100,7 @@ def smaller_and_larger() -> None:
             x = torch.full((1000,), float(RANK))
             group.allreduce([x], exact).wait()
             assert x.tolist() == [float(max(ranks))] * 1000
+            assert group.errored() is None
     group.abort()
 
 

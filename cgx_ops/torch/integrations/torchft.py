@@ -255,18 +255,7 @@ class ManagedState(QuantizedAllreduceState):
         segments: Sequence[Segment],
         values: Sequence[torch.Tensor],
     ) -> list[torch.Tensor | None] | None:
-        """Return copies of the residuals, which replace them when the step is committed.
-
-        Args:
-            caller: for errors.
-            config: of the message.
-            layers: in the message.
-            segments: of each layer.
-            values: the values of each layer.
-
-        Returns:
-            A copy or None for each layer; None if there is no error feedback.
-        """
+        """Return copies of the residuals, which replace them when the step is committed."""
         kept = super().residuals_of(caller, config, layers, segments, values)
         if kept is None:
             return None
