@@ -1,11 +1,12 @@
-"""How long torchft's process groups take to detect a killed rank, and to rebuild without it.
+"""How long process groups take to detect a killed rank, and to rebuild without it.
 
-    python benchmarks/torchft_recovery.py --rounds 20
+    python benchmarks/recovery.py torchft --rounds 20      # if it is installed
+    python benchmarks/recovery.py reconfigure --rounds 20  # from torch 2.14 on
 
 Each round forks three processes per group, which connect and start an allreduce of 1 MiB. One of
 them is killed (kill -9) while the others wait for it. Reports medians in milliseconds over rounds
 and survivors: from the kill to the exception ("detect"), to configure the two survivors
-("rebuild"), and their first allreduce. Groups alternate. Needs torchft.
+("rebuild"), and their first allreduce. Groups alternate.
 """
 
 # pyright: reportMissingImports=false, reportPrivateImportUsage=false
@@ -19,37 +20,79 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection
-from typing import Literal
+from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
+import torch.distributed as distributed
 from torch.distributed import ReduceOp
-from torchft.process_group import ProcessGroupGloo
 
 from cgx_ops import Config
 from cgx_ops.torch import BackendOptions
-from cgx_ops.torch.integrations.torchft import ProcessGroup
 
+dist: Any = distributed  # its annotations refer to torch internals
 SIZE, NUMEL, TIMEOUT = 3, 1 << 18, timedelta(seconds=30)
 VICTIM = SIZE - 1
 
 
-def over(transport: Literal["SHM", "TCP"]) -> Callable[[], ProcessGroup]:
-    options = BackendOptions(Config(bits=4), compress="all", transport=transport)
-    return lambda: ProcessGroup(options, TIMEOUT)
+def options(transport: Literal["SHM", "TCP"]) -> BackendOptions:
+    return BackendOptions(Config(bits=4), compress="all", transport=transport)
 
 
-GROUPS = {
-    "gloo": lambda: ProcessGroupGloo(TIMEOUT),
-    "cgx, TCP": over("TCP"),
-    "cgx, shared memory": over("SHM"),
-}
+class Reconfigured:
+    """A default group with the interface of torchft's process groups."""
+
+    def __init__(self, backend: str, chosen: BackendOptions | None = None) -> None:
+        self._backend, self._chosen = backend, chosen
+
+    def configure(self, address: str, _: str, rank: int, size: int) -> None:
+        """Connect the ranks; `address` is that of the store, host:port/place/number."""
+        where, place, number = address.split("/")
+        if not dist.is_initialized():
+            host, port = where.split(":")
+            store = dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False)
+            self._store = dist.PrefixStore(place, store)
+            dist.init_process_group(
+                self._backend, store=self._store, rank=rank, world_size=size, timeout=TIMEOUT,
+                pg_options=self._chosen, enable_reconfigure=True,
+            )  # fmt: skip
+        self._store.set(f"{number}/{rank}", dist._get_reconfigure_handle())
+        handles = [self._store.get(f"{number}/{peer}").decode() for peer in range(size)]
+        dist._reconfigure(int(number), handles, timeout=TIMEOUT).wait()
+
+    def allreduce(self, tensors: list[torch.Tensor], op: Any) -> Any:
+        return dist.all_reduce(tensors[0], op, async_op=True)
+
+    def abort(self) -> None:
+        dist.destroy_process_group()
 
 
-def survive(name: str, port: int, place: str, rank: int, pipe: Connection) -> None:
+def of_torchft() -> dict[str, Callable[[], Any]]:
+    from torchft.process_group import ProcessGroupGloo
+
+    from cgx_ops.torch.integrations.torchft import ProcessGroup
+
+    return {
+        "gloo": lambda: ProcessGroupGloo(TIMEOUT),
+        "cgx, TCP": lambda: ProcessGroup(options("TCP"), TIMEOUT),
+        "cgx, shared memory": lambda: ProcessGroup(options("SHM"), TIMEOUT),
+    }
+
+
+def of_torch() -> dict[str, Callable[[], Any]]:
+    return {
+        "gloo": lambda: Reconfigured("gloo"),
+        "cgx, TCP": lambda: Reconfigured("cgx", options("TCP")),
+        "cgx, shared memory": lambda: Reconfigured("cgx", options("SHM")),
+    }
+
+
+GROUPS = {"torchft": of_torchft, "reconfigure": of_torch}
+
+
+def survive(make: Callable[[], Any], port: int, place: str, rank: int, pipe: Connection) -> None:
     """Run one process of a round; survivors send their times in seconds."""
     torch.set_num_threads(1)
-    group = GROUPS[name]()
+    group = make()
     group.configure(f"localhost:{port}/{place}/1", str(rank), rank, SIZE)
     x = torch.ones(NUMEL)
     for _ in range(3):
@@ -84,19 +127,19 @@ def serve(pipe: Connection) -> None:
     signal.pause()
 
 
-def measure(rounds: int) -> dict[str, dict[str, float]]:
+def measure(groups: dict[str, Callable[[], Any]], rounds: int) -> dict[str, dict[str, float]]:
     """Return the medians by group."""
     context = multiprocessing.get_context("fork")  # the imports are done
     mine, theirs = context.Pipe(duplex=False)
     context.Process(target=serve, args=(theirs,), daemon=True).start()
     port = mine.recv()
-    times: dict[str, list[tuple[float, float, float]]] = {name: [] for name in GROUPS}
+    times: dict[str, list[tuple[float, float, float]]] = {name: [] for name in groups}
     for index in range(rounds):
-        for number, name in enumerate(GROUPS):
+        for number, (name, make) in enumerate(groups.items()):
             started = []
             for rank in range(SIZE):
                 mine, theirs = context.Pipe(duplex=False)
-                arguments = (name, port, f"{index}-{number}", rank, theirs)
+                arguments = (make, port, f"{index}-{number}", rank, theirs)
                 process = context.Process(target=survive, args=arguments, daemon=True)
                 process.start()
                 theirs.close()
@@ -117,7 +160,9 @@ def measure(rounds: int) -> dict[str, dict[str, float]]:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="Recovery of torchft's process groups.")
+    parser = argparse.ArgumentParser(description="Recovery of process groups.")
+    parser.add_argument("by", choices=GROUPS, help="what rebuilds the groups")
     parser.add_argument("--rounds", type=int, default=20)
-    for name, medians in measure(parser.parse_args().rounds).items():
+    chosen = parser.parse_args()
+    for name, medians in measure(GROUPS[chosen.by](), chosen.rounds).items():
         print(json.dumps({"group": name, "unit": "ms"} | medians), flush=True)
