@@ -98,7 +98,7 @@ class Member:
             return self.survivors
         if self._base is None:
             place = ranks.index(self.rank)
-            return self._create(place, len(ranks), self.names[0], USABLE_TIMEOUT, elastic=True)
+            return self._create(place, len(ranks), f"{self.name} ", USABLE_TIMEOUT, elastic=True)
         return self._group(range(self.size), "again")
 
     def _group(self, ranks: Any, suffix: str) -> Communicator:
