@@ -10,6 +10,13 @@
 
 namespace cgx::test {
 
+// With sanitizers, tests take several times as long, so some run fewer cells of their grids.
+#if defined(CGX_SANITIZED)
+inline constexpr bool kSanitized = true;
+#else
+inline constexpr bool kSanitized = false;
+#endif
+
 inline std::atomic<int64_t> passed = 0, failed = 0;
 
 inline void check(bool condition, const char* text, int line, const std::string& where) {
