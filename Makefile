@@ -23,7 +23,8 @@ PARTS = $(MAKE) --no-print-directory --jobs=3 --keep-going --output-sync=target
 DAILY = not exhaustive and not slow
 SLOW = slow and not exhaustive
 CORE = tests/core tests/numpy tests/planner
-.PHONY: test-jax test-torch test-core test-rest test-slow slow-docs slow-jax slow-torch slow-rest
+SLOW_PARTS = slow-torch slow-examples slow-rest slow-jax slow-docs
+.PHONY: test-jax test-torch test-core test-rest cpp-tests test-slow $(SLOW_PARTS)
 test: $(BUILT)
 	@echo "The tests of the core, JAX, torch and the rest run in parallel; each is shown at its end."
 	@$(PARTS) test-jax test-core test-rest test-torch
@@ -39,6 +40,10 @@ test-core: $(BUILT)
 
 test-rest: $(BUILT)
 	$(BIN)/python -m pytest tests $(addprefix --ignore=,tests/jax tests/torch $(CORE)) -m "$(DAILY)"
+
+# test-rest builds these if they are outdated. Alone, the compiler uses all cores.
+cpp-tests: $(BUILT)
+	PYTHONPATH=tests:. $(BIN)/python -c "from support import cpp_programs as c; c.build()"
 
 # A sample of each subject, for every change: less than a minute on two idle cores after the build.
 FAST_BINDINGS = tests/jax/test_psum.py tests/jax/test_api.py tests/torch/test_eager.py \
@@ -64,14 +69,19 @@ fast-core: $(BUILT)
 
 # .ci/run runs these, too.
 test-slow: $(BUILT)
-	@echo "The slow tests of the documents, JAX, torch and the rest run in parallel."
-	@$(PARTS) slow-rest slow-docs slow-jax slow-torch
+	@echo "The slow tests of the examples, documents, JAX, torch and the rest run in parallel."
+	@$(PARTS) $(SLOW_PARTS)
 
 slow-jax slow-torch: slow-%: $(BUILT)
 	$(BIN)/python -m pytest tests/$* -m "$(SLOW)"
 
+# Two parts, because the programs train one after another.
+EXAMPLES = tests/docs/test_examples.py
+slow-examples: $(BUILT)
+	$(BIN)/python -m pytest $(EXAMPLES) -m "$(SLOW)"
+
 slow-docs: $(BUILT)
-	$(BIN)/python -m pytest tests/docs -m "$(SLOW)"
+	$(BIN)/python -m pytest tests/docs --ignore=$(EXAMPLES) -m "$(SLOW)"
 
 slow-rest: $(BUILT)
 	$(BIN)/python -m pytest tests $(addprefix --ignore=tests/,docs jax torch) -m "$(SLOW)"

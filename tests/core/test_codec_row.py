@@ -27,7 +27,7 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @rank_checks(
-    Launch(2, "run_codec_row.py", timeout=600),
+    Launch(2, "run_codec_row.py", timeout=600, marks=[pytest.mark.slow]),
     Launch(3, "run_codec_row.py", timeout=600, marks=[pytest.mark.exhaustive]),
 )
 def test_a_codec_of_unknown_length(check: RankCheck, package: Path) -> None:

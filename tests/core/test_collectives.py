@@ -108,8 +108,14 @@ def daily(cases: str, target: str, n: int) -> bool:
     return cases in ("sample", SOME, BLOCKS) or (cases == "features" and n in (1, 3))
 
 
+def mark(cases: str, n: int, every_day: bool) -> list[pytest.MarkDecorator]:
+    """Return the marks of a set. Eight ranks take as long as all others: daily runs the sample."""
+    longer = [pytest.mark.slow] if n == 8 and cases != "sample" else []
+    return longer if every_day else [pytest.mark.exhaustive]
+
+
 ON_THREADS = [
-    pytest.param(cases, target, n, marks=[] if every_day else pytest.mark.exhaustive)
+    pytest.param(cases, target, n, marks=mark(cases, n, every_day))
     for cases in collective_cases.SETS
     for target in TARGETS
     for n in (1, 2, 3, 4, 8)

@@ -12,7 +12,9 @@ from cgx_ops.jax._src.runtime import compat
 from cgx_ops.jax._src.runtime import threads as _threads
 
 
-@pytest.mark.parametrize("how", ["ours", "mixed", "twice", "jit"])
+@pytest.mark.parametrize(
+    "how", ["ours", "mixed", *(pytest.param(x, marks=pytest.mark.slow) for x in ("twice", "jit"))]
+)
 def test_a_hundred_steps(how: str) -> None:
     """Launch more than 32 programs, XLA's limit of programs in flight per device."""
     (output,) = launch.processes(1, "run_jax_ahead.py", 4, 100, how)

@@ -259,10 +259,16 @@ WAYS = [
     ("xla", "one_shot"),
     ("xla", "sra"),
 ]
-# Daily runs test each algorithm on three ranks, whose shards are uneven, and on one other number.
+# Daily, each algorithm runs on three ranks, whose shards are uneven; slow tests have another number.
 ON_RANKS = [
     pytest.param(
-        ranks, *way, marks=[] if ranks in (3, (1, 2, 4)[i % 3]) else pytest.mark.exhaustive
+        ranks,
+        *way,
+        marks=[]
+        if ranks == 3
+        else pytest.mark.slow
+        if ranks == (1, 2, 4)[i % 3]
+        else pytest.mark.exhaustive,
     )
     for ranks in (1, 2, 3, 4)
     for i, way in enumerate(WAYS)

@@ -5,7 +5,7 @@ from support import launch
 
 
 @pytest.mark.parametrize(
-    "how", ["global", pytest.param("local", marks=pytest.mark.slow), "allreduce_q"]
+    "how", [*(pytest.param(x, marks=pytest.mark.slow) for x in ("global", "local")), "allreduce_q"]
 )
 def test_processes_that_do_not_wait(how: str) -> None:
     outputs = launch.mpirun(3, "run_jax_exit.py", how)

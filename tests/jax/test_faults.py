@@ -80,7 +80,7 @@ def test_launch_failed_on_one_process(devices: int) -> None:
         pytest.param(-1, "different_programs", marks=exhaustive),
         pytest.param(0, "never_calls", marks=exhaustive),
         (1, "never_calls"),
-        (1, "never_exchanges"),
+        pytest.param(1, "never_exchanges", marks=pytest.mark.slow),
     ],
 )
 def test_missing_processes(victim: int, check: str, devices: int) -> None:

@@ -50,6 +50,7 @@ def test_all_devices_are_one_mesh(launch: Launch, devices: int) -> None:
     launch(2, "works", XLA_FLAGS=f"--xla_force_host_platform_device_count={devices}")
 
 
+@pytest.mark.slow
 def test_after_errors_and_twice() -> None:
     """Run under mpirun, with devices set by JAX's own option."""
     checks = ["rank_differs_from_mpirun", "port_in_use", "works", "twice"]
@@ -81,6 +82,7 @@ def test_single_process(launch: Launch) -> None:
     launch(1, "single_process")
 
 
+@pytest.mark.slow
 def test_processes_that_only_xla_connects() -> None:
     """The core may use MPI only, which is not started."""
     by_arguments(2, "unreachable", COMMUNICATOR_TYPE="MPI")

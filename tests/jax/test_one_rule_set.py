@@ -27,6 +27,7 @@ def test_by_hand() -> None:
     assert found == cases.expected()
 
 
+@pytest.mark.slow
 def test_by_ddp_and_fsdp() -> None:
     by_ddp, by_fsdp = launch.mpirun(2, "run_rules.py")[0].splitlines()
     assert json.loads(by_ddp) == cases.expected()

@@ -54,6 +54,7 @@ def test_a_hundred_launches(program: str, case: tuple[Values, Values]) -> None:
     check(program, case, 100)
 
 
+@pytest.mark.slow
 def test_launches_queue_up_behind_each_other(case: tuple[Values, Values]) -> None:
     inputs, want = case
     step = step_of("independent")

@@ -56,6 +56,7 @@ def test_residuals_of_several_devices_a_process() -> None:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_all_to_all_of_several_devices_a_process() -> None:
     check_pytest(
@@ -115,6 +116,7 @@ def check_order(
     return outputs
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     ("mesh", "first"), [((2, 2), 0), pytest.param((4, 1), 1, marks=pytest.mark.exhaustive)]

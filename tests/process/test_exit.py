@@ -12,6 +12,7 @@ def test_ranks_that_do_not_wait(how: str) -> None:
     assert outputs[0].splitlines().count("right") == 1, outputs
 
 
+@pytest.mark.slow
 def test_ranks_that_do_not_wait_without_mpi() -> None:
     outputs = launch.torchrun(2, "run_exit.py", "backend")
     assert outputs[0].splitlines().count("right") == 1, outputs

@@ -27,7 +27,7 @@ def lines_of(text: str) -> list[str]:
     return [line for line in text.splitlines() if "cgx:" in line]
 
 
-DAILY = ("hook", "operators", "fsdp")
+DAILY = ("hook", "fsdp")
 
 
 @pytest.mark.parametrize(
@@ -53,6 +53,7 @@ def test_jax(carrier: str, how: str) -> None:
     assert len(first) == 2
 
 
+@pytest.mark.slow
 def test_fsdp_without_compression() -> None:
     outputs = launch.mpirun(2, "run_log.py", "exact fsdp", env={"CGX_LOG": "1"})
     expected = "cgx: reduce_scatter in exact values, 2 ranks, torch's collectives"

@@ -17,8 +17,23 @@ def _python(code: str) -> str:
     return result.stdout
 
 
-@pytest.mark.parametrize("backend", ["none", "cgx", "gloo"])
-@pytest.mark.parametrize("transport", ["SHM", "TCP", "AUTO"])
+BACKENDS, TRANSPORTS = ("none", "cgx", "gloo"), ("AUTO", "TCP", "SHM")
+# Daily, each value once: a backend loads its libraries with any transport, and the other way round.
+DAILY = list(zip(BACKENDS, TRANSPORTS, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("backend", "transport"),
+    [
+        *DAILY,
+        *(
+            pytest.param(backend, transport, marks=pytest.mark.exhaustive)
+            for i, backend in enumerate(BACKENDS)
+            for j, transport in enumerate(TRANSPORTS)
+            if i != j
+        ),
+    ],
+)
 def test_torchrun_loads_no_mpi(backend: str, transport: str) -> None:
     env = {"COMMUNICATOR_TYPE": transport}
     outputs = launch.torchrun(2, "run_libraries.py", backend, env=env)

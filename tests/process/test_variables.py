@@ -74,7 +74,9 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize(("bits", "count"), [("", 1), ("32", 0), ("4", 0)])
+@pytest.mark.parametrize(
+    ("bits", "count"), [("", 1), pytest.param("32", 0, marks=pytest.mark.slow), ("4", 0)]
+)
 def test_warning_without_bits(bits: str, count: int, tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(EXACT)

@@ -261,7 +261,7 @@ def plain(n: int, program: str, *args: object, **env: str) -> list[str]:
     return launch.processes(n, program, *args, env=env, timeout=200)
 
 
-@pytest.mark.parametrize("backend", ["none", "cgx", slow("gloo")])
+@pytest.mark.parametrize("backend", [slow("none"), "cgx", slow("gloo")])
 def test_torch_and_numpy_under_torchrun(backend: str) -> None:
     outputs = []
     # On a loaded machine one rank sometimes never returns from the constructor of torch's
@@ -283,12 +283,13 @@ def test_a_group_of_torch_without_the_binding() -> None:
     assert all("right" in text.splitlines() for text in outputs), outputs
 
 
-@pytest.mark.parametrize(("backend", "ranks"), [slow("none", 3), ("gloo", 2)])
+@pytest.mark.parametrize(("backend", "ranks"), [slow("none", 3), slow("gloo", 2)])
 def test_torch_and_numpy_under_mpirun(backend: str, ranks: int) -> None:
     outputs = launch.mpirun(ranks, "run_world.py", backend, timeout=250)
     assert all(text.splitlines().count("right") == 1 for text in outputs), outputs
 
 
+@pytest.mark.slow
 def test_torch_and_numpy_in_plain_processes() -> None:
     assert all(text.splitlines().count("right") == 1 for text in plain(3, "run_world.py", "none"))
 

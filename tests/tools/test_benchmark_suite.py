@@ -100,6 +100,7 @@ def test_suite_continues_after_a_failure(
 MEMCPY = ("memcpy", "-", 32.0, "-")
 
 
+@pytest.mark.slow
 def test_codec_times_and_counts_every_operation() -> None:
     program = codec.build()
     times = codec.time_all(program, 4096, 2)

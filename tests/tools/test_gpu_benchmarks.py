@@ -289,6 +289,7 @@ def test_tables_replace_tables(tmp_path: Path) -> None:
 # ---- 5. The programs, with a stand-in for a GPU: support/no_gpu.py -------------------------------
 
 
+@pytest.mark.slow
 def test_all_programs_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

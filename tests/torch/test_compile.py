@@ -12,11 +12,9 @@ OPTIONS: dict[str, Any] = {"env": {**tc.ENVIRONMENT, "CGX_TIMEOUT": "90"}, "time
 slow, exhaustive = [pytest.mark.slow], [pytest.mark.exhaustive]
 
 
-DAILY = ["refused.*", "with_lowering", "forward_and_backward", "lists", "steps_with_feedback"]
-DAILY += ["input_memory_not_reused", "checkpointed", "seeds", "in_place_on_the_input"]
-DAILY += ["compiled_autograd"]
-LONGER = ["dynamic_shapes", "operators"]
-LONGER += ["checkpointed_in_a_whole_step"]
+DAILY = ["refused.*", "with_lowering", "forward_and_backward", "seeds", "in_place_on_the_input"]
+LONGER = ["dynamic_shapes", "operators", "lists", "steps_with_feedback", "input_memory_not_reused"]
+LONGER += ["checkpointed", "checkpointed_in_a_whole_step", "compiled_autograd"]
 
 
 @rank_checks(

@@ -8,23 +8,26 @@ from support.rank_checks import Launch, RankCheck, listed, rank_checks
 PROGRAM, ERRORS = "run_torch_p2p.py", "run_torch_p2p_errors.py"
 LEAVING = "run_torch_p2p_leaving.py"
 NAMES = [f"{check} on {size}" for size in range(2, 5) for check in listed(PROGRAM)]
+ON_THREE = [name for name in NAMES if not name.endswith("4")]
 BY_TORCHRUN = {"by": launch.torchrun, "env": tc.ENVIRONMENT}
 OVER_TCP = {"by": launch.torchrun, "env": {**tc.ENVIRONMENT, "COMMUNICATOR_TYPE": "TCP"}}
 
 
 @rank_checks(
-    Launch(4, PROGRAM, names=NAMES, timeout=240, **BY_TORCHRUN),
+    Launch(3, PROGRAM, names=ON_THREE, timeout=240, **BY_TORCHRUN),
+    Launch(4, PROGRAM, names=NAMES, timeout=240, marks=[pytest.mark.exhaustive], **BY_TORCHRUN),
     Launch(4, PROGRAM, names=NAMES, timeout=240, marks=[pytest.mark.exhaustive], **OVER_TCP),
     Launch(2, ERRORS, **BY_TORCHRUN),
     Launch(2, ERRORS, marks=[pytest.mark.slow], **OVER_TCP),
-    Launch(3, LEAVING, **BY_TORCHRUN),
+    Launch(3, LEAVING, marks=[pytest.mark.slow], **BY_TORCHRUN),
     Launch(3, LEAVING, marks=[pytest.mark.slow], **OVER_TCP),
 )
 def test_messages(check: RankCheck) -> None:
     check.passes()
 
 
-@pytest.mark.parametrize("transport", ["SHM", pytest.param("TCP", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["SHM", "TCP"])
 def test_errors_name_the_lost_rank(transport: str) -> None:
     env = {**tc.ENVIRONMENT, "COMMUNICATOR_TYPE": transport}
     outputs = launch.torchrun(3, ERRORS, "loss", env=env, check=False)
