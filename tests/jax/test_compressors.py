@@ -259,7 +259,7 @@ WAYS = [
     ("xla", "one_shot"),
     ("xla", "sra"),
 ]
-# Daily, each algorithm runs on three ranks, whose shards are uneven; slow tests have another number.
+# Daily, each algorithm runs on three ranks, whose shards are uneven; slow tests have another count.
 ON_RANKS = [
     pytest.param(
         ranks,
