@@ -14,7 +14,7 @@ namespace cgx {
 namespace {
 
 constexpr size_t kMostBlobBytes = 4096;
-constexpr Communicator::Seconds kLongestAbort(1);  // that GPUs may take to end their kernels
+constexpr Communicator::Seconds kLongestAbort(1);  // that peers' GPUs may take to disconnect
 constexpr size_t kLongestRefusal = 512;  // with the name, this fits the control messages of every
                                          // transport
 

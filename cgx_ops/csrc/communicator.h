@@ -63,7 +63,7 @@ class Communicator {
   void start(std::unique_ptr<Algorithm> algorithm, const std::string& name, uint64_t number,
              const Agreement& agreement, Seconds at_most, cgx_callback_t callback, void* context);
   void close();
-  // See Engine::abort. On GPUs it is a close whose waits are short.
+  // See Engine::abort. Collectives on GPUs end first, at the latest at their deadlines.
   void abort(const std::string& reason);
 
   const std::string name;

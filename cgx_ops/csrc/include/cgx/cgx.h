@@ -262,7 +262,8 @@ CGX_API cgx_status_t cgx_comm_close(int32_t comm);
 /** Close a communicator on this rank, and end its collectives on all ranks. Not collective.
  *
  * Like cgx_comm_close, but it does not wait for peers: they have a quarter of a second to receive
- * what was sent to them. Their collectives in flight end with CGX_PEER_FAILED and the reason.
+ * what was sent to them. Their collectives in flight end with CGX_PEER_FAILED and the reason. It
+ * first waits for this rank's collectives on GPUs, which end at the latest at their deadlines.
  *
  * @param comm The communicator.
  * @param reason What errors say, such as "it is rebuilt without rank 2".
