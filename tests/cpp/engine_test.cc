@@ -294,6 +294,28 @@ void test_close_while_waiting(const char* transport) {
   ranks.comms.clear();
 }
 
+// An abort ends everything on all ranks within a moment, although a rank reads nothing.
+void test_abort(const char* transport) {
+  Ranks ranks(3, transport, 100, "abort");
+  std::vector<float> values(1 << 20, 1.0f);
+  std::vector<cgx_request_t*> requests;
+  for (const int32_t comm : {ranks.comms[0], ranks.comms[1]})
+    requests.push_back(Allreduce(comm, &values, 4).start());
+  const auto begin = std::chrono::steady_clock::now();
+  ok(cgx_comm_abort(ranks.comms[0], "it is rebuilt"));
+  CHECK(cgx_wait(requests[0]) == CGX_CLOSED, "%s", cgx_last_error());
+  CHECK(cgx_wait(requests[1]) == CGX_PEER_FAILED, "%s", cgx_last_error());
+  const std::string error = cgx_last_error();
+  CHECK(error.find("rank 0 gave up: it is rebuilt") != std::string::npos, "%s", error.c_str());
+  CHECK(Allreduce(ranks.comms[2], &values, 4).run() == CGX_PEER_FAILED, "%s", cgx_last_error());
+  CHECK(cgx_comm_abort(ranks.comms[0], "again") == CGX_CLOSED, "%s", cgx_last_error());
+  CHECK(cgx_comm_abort(ranks.comms[1], nullptr) == CGX_INVALID_ARGUMENT, "%s", cgx_last_error());
+  for (const int rank : {1, 2}) ok(cgx_comm_abort(ranks.comms[rank], "it is rebuilt"));
+  const std::chrono::duration<double> waited = std::chrono::steady_clock::now() - begin;
+  CHECK(waited.count() < 50, "%g s", waited.count());
+  ranks.comms.clear();
+}
+
 // Starts a call without elements, which only compares its arguments with `peer`.
 cgx_request_t* announce(int32_t comm, int32_t peer, const char* name) {
   const int64_t nothing[3] = {};
@@ -365,6 +387,7 @@ int main() {
     test_many_messages(transport);
     test_idle_rank_hands_over(transport);
     test_close_while_waiting(transport);
+    test_abort(transport);
     test_announcements(transport);
     std::printf("%s: passed\n", transport);
   }

@@ -103,7 +103,8 @@ void test_once_per_request(const char* transport) {
   });
 }
 
-// A deadline, a peer that leaves, and a close on this rank: the callback gets its error.
+// A deadline, a peer that leaves or aborts, and a close or abort on this rank: the callback gets
+// its error.
 void test_failures(const char* transport) {
   struct Failure {
     cgx_status_t status;
@@ -116,6 +117,10 @@ void test_failures(const char* transport) {
       {CGX_PEER_FAILED, "rank 1", 60, [](const Ranks& r) { ok(cgx_comm_close(r.comms[1])); }},
       {CGX_CLOSED, "closed on this rank", 60,
        [](const Ranks& r) { ok(cgx_comm_close(r.comms[0])); }},
+      {CGX_PEER_FAILED, "rank 1 gave up: rebuilt", 60,
+       [](const Ranks& r) { ok(cgx_comm_abort(r.comms[1], "rebuilt")); }},
+      {CGX_CLOSED, "rebuilt", 60,
+       [](const Ranks& r) { ok(cgx_comm_abort(r.comms[0], "rebuilt")); }},
   };
   for (const auto& failure : failures) {
     for (const bool before : {true, false}) {

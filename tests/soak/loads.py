@@ -92,6 +92,21 @@ def _groups(comm: Communicator) -> Step:
     return step
 
 
+def _aborted(comm: Communicator) -> Step:
+    """Abort each group with a call in flight; results of the call before it reach all ranks."""
+    x = np.ones(50_000, np.float32)
+
+    def step(_: int) -> Any:
+        group = comm.group(range(comm.size), name="aborted")
+        result = group.allreduce(x, "sum", _CONFIG)[0]
+        if comm.rank > 0:
+            group.allreduce_async(x, "sum", _CONFIG)
+        group.abort("soak")
+        return result
+
+    return step
+
+
 def _compiled(comm: Communicator) -> Step:
     import torch
 
@@ -128,6 +143,7 @@ LOADS: dict[str, Load] = {
     "in flight": Load(_started, {"": 50_000}),
     "new names": Load(_new_names, {"": 200_000}),
     "groups": Load(_groups, {"": 10_000, "mpi": 70_000}),
+    "aborted": Load(_aborted, {"": 10_000}),
     "torch.compile": Load(_compiled, {"": 0, "shm": 20_000, "mpi": 20_000}),
     "jit": Load(_jitted, {"": 0, "shm": 20_000, "mpi": 20_000}),
 }
