@@ -19,7 +19,7 @@ import torch.distributed
 from torch_diloco_lost.scenario import Loss, Member, Scenario
 
 dist: Any = torch.distributed  # its annotations refer to torch internals
-DEADLINE = 120.0  # of a scenario; each of its waits ends after 20 s
+DEADLINE = 120.0  # of a scenario, whose waits end after 20 s each
 
 
 def play(scenario: Scenario, index: int, number: int, port: int, report: Path) -> None:

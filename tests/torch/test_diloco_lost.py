@@ -77,7 +77,7 @@ def test_lost_in_each_phase(size: int, tmp_path: Path) -> None:
     scenarios = []
     for i, fault in enumerate(APPLIED):
         for j, settings in enumerate(SETTINGS):
-            loss = lost(1 + (i + j) % 3, (i + j) % size, fault)
+            loss = lost(1 + (i + j + 1) % 3, (i + j) % size, fault)
             scenarios.append({"size": size, "losses": [loss], **settings})
     play(tmp_path, scenarios)
 
@@ -90,7 +90,7 @@ def test_new_members(tmp_path: Path) -> None:
         for deferred in (False, True):
             more = {"deferred": deferred, **settings}
             for fault in ("one without means", "one without confirmation"):
-                losses = [lost(2, i % 3, fault, joins=1 + i % 2), lost(1, 3, "before send")]
+                losses = [lost(2, i % 3, fault, joins=1 + i % 2), lost(2, 3, "before send")]
                 scenarios.append({"size": 3, "losses": losses, **more})
             scenarios.append({"size": 2, "losses": [lost(2, None, "none", joins=1)], **more})
     play(tmp_path, scenarios)
@@ -106,7 +106,7 @@ def test_lost_twice_in_a_row(tmp_path: Path) -> None:
             twice = [lost(2, 3, first, joins=i % 2), lost(0, 1 + i % 2, fault, joins=i % 2)]
             scenarios.append({"size": 4, "losses": twice, **settings})
     for i, settings in enumerate(SETTINGS):
-        twice = [lost(2, i % 4, "after confirmation"), lost(1, (i + 1) % 4, "sending")]
+        twice = [lost(2, i % 4, "after confirmation"), lost(2, (i + 1) % 4, "sending")]
         scenarios.append({"size": 4, "losses": twice, "seed": i, **settings})
     play(tmp_path, scenarios)
 
@@ -132,10 +132,14 @@ def test_reconfigured_groups(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_killed_at_any_time(tmp_path: Path) -> None:
-    """Kill a rank at random times within averages of large messages."""
+    """Kill a rank at random times within averages of large messages.
+
+    Not in the first average of a group: the carrier "c10d" makes a gloo group in it, and gloo tries
+    to connect to a lost rank for up to five timeouts.
+    """
     scenarios = [
         {
-            "size": 3, "losses": [lost(2, seed % 3, "sending"), lost(1, (seed + 1) % 3, "sending")],
+            "size": 3, "losses": [lost(2, seed % 3, "sending"), lost(2, (seed + 1) % 3, "sending")],
             "width": 256, "seed": seed, **SETTINGS[seed % len(SETTINGS)],
         }
         for seed in range(12)
