@@ -1,11 +1,15 @@
-"""The state of DDP hooks in a group that was rebuilt from survivors and a newcomer."""
+"""Groups that were rebuilt from survivors and a newcomer: communicators, state of DDP hooks."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch.distributed as dist
 from support import launch
+
+from cgx_ops import Communicator
+from cgx_ops.torch.backend.groups import communicator_of
 
 SIZE, STEPS = 3, 20
 SURVIVORS, LOST, NEW = (0, 2), 1, 3
@@ -40,3 +44,21 @@ def check_conservation(folder: Path) -> None:
     assert np.abs(saved[LOST]["residual"]).max() > 0
     bound = np.sum([each["largest"] for each in saved], axis=0) + 6 * SIZE
     assert (np.abs(missing) <= 2 * STEPS * 2 * (SIZE + 3) * 2.0**-24 * bound).all()
+
+
+class Group:
+    """The parts of a process group that the search for its communicator uses."""
+
+    def __init__(self) -> None:
+        self.group_name = ""
+
+
+def test_a_rebuilt_group_gets_its_new_communicator() -> None:
+    group: Any = Group()
+    communicators = []
+    for name in ("rebuilt first", "rebuilt second"):
+        communicators += Communicator.local(1, name)
+        group.group_name = f"{name}/0"
+        assert communicator_of(group).id == communicators[-1].id
+        communicators[-1].close()
+    assert communicator_of(group).id == communicators[-1].id, "nothing has replaced it"

@@ -18,6 +18,19 @@ def test_a_layer_keeps_its_residual() -> None:
         residuals.of("a", torch.zeros(5))
 
 
+def test_the_owner_may_change_its_rank_unless_residuals_were_loaded() -> None:
+    residuals = Residuals()
+    residuals.of("a", torch.ones(4)).fill_(2)
+    residuals.claim(2, 5)
+    residuals.claim(1, 3)  # the group was rebuilt
+    loaded = Residuals.restored(residuals.saved(1, 3, per_rank=True))
+    with pytest.raises(InvalidArgument, match="those of rank 1 of 3, but this is rank 0 of 3"):
+        loaded.claim(0, 3)
+    loaded.claim(1, 3)
+    loaded.claim(0, 2)
+    assert loaded.of("a", torch.ones(4)).tolist() == [2] * 4
+
+
 def test_decay() -> None:
     kept = [torch.full((4,), 8.0), None]
     segments, half = [Segment(0, 4), Segment(4, 4)], Config(residual_decay=0.5)
