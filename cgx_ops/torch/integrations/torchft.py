@@ -237,6 +237,7 @@ class ManagedState(QuantizedAllreduceState):
     def begin(self) -> None:
         """Begin a step: use or drop the residuals of the last one."""
         self._settle()
+        self.sent = {}
         if not self.manager.is_participating():
             self.residuals = Residuals()
         self.steps = self.attempted = self.manager.current_step()
@@ -245,7 +246,7 @@ class ManagedState(QuantizedAllreduceState):
         if self.sent and self.manager.current_step() == self.attempted + 1:  # it was committed
             self.residuals.claim(*self.place)
             self.residuals.tensors.update(self.sent)
-        self.sent = {}
+            self.sent = {}
 
     def residuals_of(
         self,
