@@ -27,6 +27,12 @@ _MOST_REPEATS = 1024
 _calls: dict[int, Counter] = {}
 
 
+def forget_calls(communicator: int) -> None:
+    """Free what this process stores for a communicator with this id, which has ended."""
+    _calls.pop(communicator, None)
+    verdicts.forget(communicator)
+
+
 class Communicator:
     """A group of ranks that run collectives together.
 
@@ -118,6 +124,7 @@ class Communicator:
         timeout: float | None = None,
         noise_rank: int | None = None,
         elastic: bool = False,
+        connect_timeout: float | None = None,
     ) -> Self:
         """Return a communicator of processes that can already exchange small messages.
 
@@ -138,13 +145,24 @@ class Communicator:
                 `rank`. Pass each rank's number in the whole job if the job has several groups: then
                 their noise differs. split() and group() keep it.
             elastic: Use only transports that can connect the survivors of a lost process: shared
-                memory and TCP, not MPI. Equal on all ranks.
+                memory and TCP, not MPI. Equal on all ranks. split() and group() keep it.
+            connect_timeout: Seconds that connecting the ranks may take. None: `timeout`.
 
         Raises:
             CgxError: The ranks cannot be connected. Exceptions of `allgather` pass through.
         """
         return cls(
-            bootstrap.create(rank, size, allgather, name, transport, timeout, noise_rank, elastic)
+            bootstrap.create(
+                rank,
+                size,
+                allgather,
+                name,
+                transport,
+                timeout,
+                noise_rank,
+                elastic,
+                connect_timeout,
+            )
         )
 
     @classmethod
@@ -549,7 +567,7 @@ class Communicator:
 
         Before survivors of a lost process make another communicator: peers that still wait in a
         collective of this one learn it immediately. Ranks that this rank has sent results to have a
-        quarter of a second to receive them.
+        moment to receive them: the call takes at most about 1.5 seconds.
 
         Args:
             reason: The text of the peers' errors.
@@ -567,8 +585,7 @@ class Communicator:
         with contextlib.suppress(Closed):  # it may be closed already
             library.call(function, self.id, *arguments)
         _numpy_ops.collect_dropped()  # dropped requests hold the communicator's memory
-        _calls.pop(self.id, None)
-        verdicts.forget(self.id)
+        forget_calls(self.id)
 
     def __enter__(self) -> Self:
         return self

@@ -1,6 +1,7 @@
 #include "backend.h"
 
 #include <algorithm>
+#include <thread>
 
 #include "joint_work.h"
 #include "status.h"
@@ -90,12 +91,30 @@ c10d::ErrorType Backend::getError() {
   return lost ? c10d::ErrorType::COMM_ERROR : c10d::ErrorType::SUCCESS;
 }
 
-void Backend::abort() { disconnect("its process group was aborted"); }
+void Backend::abort() {
+  ++aborts_;
+  disconnect("its process group was aborted");
+}
 
+// Takes everything first, because another thread may connect the next members meanwhile. gloo
+// cannot end calls in flight before their deadline, and its destructor waits for them: another
+// thread destroys it.
 void Backend::disconnect(const std::string& reason) {
-  if (comm_ != kNone && !closed_.exchange(true)) cgx_comm_abort(comm_, reason.c_str());
-  if (reconfigurations_) comm_ = kNone;
-  for (const auto& [device, backend] : inner()) backend->abort();
+  int32_t comm = kNone;
+  Inner old;
+  {
+    const std::lock_guard<std::mutex> lock(members_mutex_);
+    old = inner_;
+    if (!closed_.exchange(true)) comm = comm_;
+    if (reconfigurations_) {
+      comm_ = kNone;
+      inner_.clear();
+    }
+  }
+  if (comm != kNone) cgx_comm_abort(comm, reason.c_str());
+  for (const auto& [device, backend] : old) backend->abort();
+  if (reconfigurations_ && !old.empty())
+    std::thread([old = std::move(old)]() mutable { old.clear(); }).detach();
 }
 
 void Backend::shutdown() {
@@ -120,7 +139,7 @@ int32_t Backend::communicator() const {
 }
 
 Backend::Inner Backend::inner() const {
-  const std::lock_guard<std::mutex> lock(inner_mutex_);
+  const std::lock_guard<std::mutex> lock(members_mutex_);
   return inner_;
 }
 

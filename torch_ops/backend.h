@@ -217,13 +217,15 @@ class Backend final : public c10d::Backend {
   BackendRef related(const c10::intrusive_ptr<c10d::Store>& store, const OptionsRef& options,
                      int rank, int size);
   void close_communicator();
-  void disconnect(const std::string& reason);  // aborts everything
-  void end_members(const std::string& reason);
+  // Aborts the communicator and the inner backends. Only reconfigure() connects an elastic group
+  // again.
+  void disconnect(const std::string& reason);
 
-  const std::string name_;  // the communicator's
+  const std::string name_;            // the communicator's
+  mutable std::mutex members_mutex_;  // held while the next two change together
   std::atomic<int32_t> comm_;
-  mutable std::mutex inner_mutex_;
   Inner inner_;
+  std::atomic<int> aborts_{0};  // calls of abort()
   const bool cuda_;
   const c10::intrusive_ptr<Options> options_;
   const MakeBackend make_backend_;

@@ -63,7 +63,7 @@ at::Device device_of(at::TensorList tensors) {
 
 Backend::BackendRef Backend::inner(at::Device device) const {
   (void)communicator();
-  const std::lock_guard<std::mutex> lock(inner_mutex_);
+  const std::lock_guard<std::mutex> lock(members_mutex_);
   const auto found = inner_.find(device.type());
   if (found != inner_.end()) return found->second;
   C10_THROW_ERROR(

@@ -84,6 +84,17 @@ void find_groups_by(GroupFinder finder, GroupSizer sizer) {
 
 int64_t group_size(const std::string& group_name) { return group_sizer.load()(group_name); }
 
+void require_size(const Options& options, int64_t size) {
+  auto info = make<cgx_comm_info_t>();
+  check(cgx_comm_info(communicator_of(options), &info));
+  if (info.size == size) return;
+  C10_THROW_ERROR(ValueError,
+                  c10::str(operator_name(options.verb), ": group '", options.group_name, "' has ",
+                           info.size, " ranks, but the call is for ", size,
+                           ": its members have changed since the graph was compiled; call "
+                           "torch._dynamo.reset() to compile it again"));
+}
+
 void report_start_by(StartReport report) { start_report = report; }
 
 void report_operators(const Options& options, int64_t rank, int64_t size, const char* transport) {

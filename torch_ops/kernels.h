@@ -24,6 +24,8 @@ using GroupSizer = int64_t (*)(const std::string& group_name);
 // Sets the functions that collectives use to find groups. Call it before the first collective.
 void find_groups_by(GroupFinder finder, GroupSizer sizer);
 int64_t group_size(const std::string& group_name);
+// Throws unless the connected group has `size` ranks: graphs contain the size at compilation.
+void require_size(const Options& options, int64_t size);
 
 // Logs the first communication: what communicates, its config (a text for cgx_config_parse), the
 // rank, the number of ranks, and the transport.

@@ -18,10 +18,12 @@ def create(
     timeout: float | None,
     noise_rank: int | None,
     elastic: bool,
+    connect_timeout: float | None,
 ) -> int:
     """Return the id of a new communicator. See Communicator.create() for the arguments."""
     startup.check_environment()
     check_timeout(timeout)
+    check_timeout(connect_timeout)
     size = require_integer("size", size, 1, 2**31 - 1)
     rank = require_integer("rank", rank, 0, size - 1)
     if noise_rank is not None:
@@ -44,6 +46,7 @@ def create(
         timeout_s=timeout or 0.0,
         noise_rank=None if noise_rank is None else pointer(c_int32(noise_rank)),
         elastic=elastic,
+        connect_timeout_s=connect_timeout or 0.0,
     )
     made = c_int32(-1)
     library.check(_numpy_ops.create(addressof(bootstrap), gather, addressof(made)))

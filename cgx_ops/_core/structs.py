@@ -37,6 +37,7 @@ class Bootstrap(_Sized):
         ("timeout_s", c_double),
         ("noise_rank", POINTER(c_int32)),
         ("elastic", c_int32),
+        ("connect_timeout_s", c_double),
     )
 
 

@@ -63,7 +63,7 @@ std::string internal_key(const std::string& name, const std::string& what) {
 Communicator::Communicator(std::string name, int rank, int noise_rank,
                            std::shared_ptr<const Topology> topology, std::string type,
                            Seconds timeout, int64_t unread_bytes,
-                           std::unique_ptr<Transport> transport)
+                           std::unique_ptr<Transport> transport, bool elastic)
     : name(std::move(name)),
       rank(rank),
       noise_rank(noise_rank),
@@ -71,6 +71,7 @@ Communicator::Communicator(std::string name, int rank, int noise_rank,
       topology(std::move(topology)),
       type(std::move(type)),
       timeout(timeout),
+      elastic(elastic),
       engine_(transport ? std::make_unique<Engine>(this->name, rank, size, std::move(transport))
                         : nullptr),
       most_chunk_bytes_(engine_ ? transport_entry(engine_->transport_name()).chunk_bytes

@@ -28,7 +28,7 @@ class Communicator {
   // env.h. noise_rank, unread_bytes: as in Plan.
   Communicator(std::string name, int rank, int noise_rank, std::shared_ptr<const Topology> topology,
                std::string type, Seconds timeout, int64_t unread_bytes,
-               std::unique_ptr<Transport> transport);
+               std::unique_ptr<Transport> transport, bool elastic = false);
   ~Communicator();
 
   // Plans the call.
@@ -71,6 +71,7 @@ class Communicator {
   const std::shared_ptr<const Topology> topology;
   const std::string type;
   const Seconds timeout;
+  const bool elastic;  // as in connect.h; groups of its ranks inherit it
   int64_t rejected_connections() const { return engine_ ? engine_->rejected_connections() : 0; }
   const char* transport_name() const { return engine_ ? engine_->transport_name() : "self"; }
   // "" before the first collective on GPUs.

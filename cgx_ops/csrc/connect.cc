@@ -101,7 +101,7 @@ std::optional<Error> failure_of(Work&& work) {
 // on this rank is sent to the others in the next exchange, so that all take the same steps.
 std::unique_ptr<Transport> try_transport(const TransportEntry& entry, int rank, int size,
                                          const Allgather& allgather, Communicator::Seconds timeout,
-                                         std::string* why) {
+                                         Communicator::Seconds at_most, std::string* why) {
   std::unique_ptr<Connector> connector;
   Offered mine{};
   const auto no_offer = failure_of([&] {
@@ -128,7 +128,7 @@ std::unique_ptr<Transport> try_transport(const TransportEntry& entry, int rank, 
 
   std::unique_ptr<Transport> transport;
   Connected result{};
-  const Reach everyone{std::vector<bool>(size, true), timeout};
+  const Reach everyone{std::vector<bool>(size, true), at_most, timeout};
   const auto failure = failure_of([&] { transport = connector->connect(offers, everyone); });
   if (failure) {
     result.status = failure->status();
@@ -153,11 +153,13 @@ CommunicatorRef alone(const std::string& name, int noise_rank, Communicator::Sec
 
 CommunicatorRef connect(const std::string& name, int rank, int noise_rank, int size,
                         const Allgather& allgather, const std::string& type,
-                        Communicator::Seconds timeout, bool elastic) {
+                        Communicator::Seconds timeout, bool elastic,
+                        Communicator::Seconds at_most) {
   if (size == 1) {
     (void)env_timeout_seconds();
     return alone(name, noise_rank, timeout);
   }
+  if (at_most <= Communicator::Seconds(0)) at_most = timeout;
   int64_t unread_bytes = 0;
   Host host{};
   const auto refusal = failure_of([&] {
@@ -174,10 +176,10 @@ CommunicatorRef connect(const std::string& name, int rank, int noise_rank, int s
     std::string why = kNeedsUlfm;
     std::unique_ptr<Transport> transport;
     if (!elastic || entry.elastic)
-      transport = try_transport(entry, rank, size, allgather, timeout, &why);
+      transport = try_transport(entry, rank, size, allgather, timeout, at_most, &why);
     if (transport)
       return std::make_shared<Communicator>(name, rank, noise_rank, greeted.topology, type, timeout,
-                                            greeted.unread_bytes, std::move(transport));
+                                            greeted.unread_bytes, std::move(transport), elastic);
     tried += join("; ", entry.name, ": ", why);
   }
   fail(CGX_UNSUPPORTED, "no transport connects the ", size, " ranks of communicator '", name,
@@ -251,7 +253,8 @@ CommunicatorRef group(Communicator& parent, const std::vector<int>& ranks,
     return parent.exchange(ranks, key, mine, parent.timeout);
   };
   return connect(own, static_cast<int>(self - ranks.begin()), parent.noise_rank,
-                 static_cast<int>(ranks.size()), allgather, env_transport(), parent.timeout);
+                 static_cast<int>(ranks.size()), allgather, env_transport(), parent.timeout,
+                 parent.elastic);
 }
 
 }  // namespace cgx

@@ -19,10 +19,11 @@ using Allgather = std::function<std::vector<Bytes>(const Bytes& mine)>;
 
 // Collective over the bootstrap's ranks. `type`: one of communicator_types(), equal on all ranks.
 // noise_rank: as in Plan. `elastic`: only by transports that connect the survivors of a lost
-// process.
+// process. `at_most`: limit for connecting; 0: the timeout.
 CommunicatorRef connect(const std::string& name, int rank, int noise_rank, int size,
                         const Allgather& allgather, const std::string& type,
-                        Communicator::Seconds timeout, bool elastic = false);
+                        Communicator::Seconds timeout, bool elastic = false,
+                        Communicator::Seconds at_most = Communicator::Seconds(0));
 // host_of, by rank, simulates several hosts with threads. `type` affects GPUs only.
 std::vector<CommunicatorRef> connect_local(const std::string& name, std::vector<int> host_of,
                                            Communicator::Seconds timeout,

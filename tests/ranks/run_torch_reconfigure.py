@@ -22,10 +22,12 @@ from typing import Any
 import torch
 import torch.distributed as distributed
 from chaos.resources import Resources
+from torch.nn.parallel import DistributedDataParallel
 
 import cgx_ops
-from cgx_ops import Config
-from cgx_ops.torch import BackendOptions
+from cgx_ops import Config, communicator
+from cgx_ops.planner import AdaptiveBits
+from cgx_ops.torch import BackendOptions, all_gather, ddp
 
 dist: Any = distributed  # torch 2.13 has no annotations of the functions used here
 FOLDER = sys.argv[1]
@@ -183,6 +185,59 @@ def recovers_after_abort_and_timeout() -> None:
     digest()
 
 
+def hooks_follow_the_members() -> None:
+    """Averages of DDP hooks, with states that store something about the ranks."""
+    states = [
+        ddp.QuantizedAllreduceState(config=Config(bits=4)),
+        ddp.QuantizedAllreduceState(config=Config(bits=4), carrier="c10d"),
+        ddp.QuantizedAllreduceState(config=Config(bits=4), adaptive=AdaptiveBits()),
+    ]
+    counters = len(communicator._calls)
+    for groups in ([range(SIZE)], [[0, 1, 2], [3], [4]], [range(SIZE)], [[4, 2, 0], [3, 1]]):
+        join(*groups)
+        mine = next(each for each in groups if RANK in each)
+        for state in states:
+            layer = torch.nn.Linear(64, 64, bias=False)
+            model = DistributedDataParallel(layer)
+            model.register_comm_hook(state, ddp.quantized_allreduce_hook)
+            for _ in range(3):
+                layer.weight.grad = None
+                (model(torch.ones(1, 64)).sum() * (RANK + 1)).backward()
+                assert layer.weight.grad is not None
+                mean = sum(rank + 1 for rank in mine) / len(mine)
+                assert (layer.weight.grad == mean).all(), (state.carrier, layer.weight.grad, mean)
+    assert len(communicator._calls) <= counters + 1, "counters of old communicators"
+
+
+def compiled_sizes_do_not_change() -> None:
+    """A graph for another number of ranks raises; it would write beyond its output."""
+
+    @torch.compile(backend="aot_eager")
+    def gather(x: torch.Tensor) -> torch.Tensor:
+        return all_gather(x, config=Config(bits=8))
+
+    join(range(SIZE))
+    assert gather(torch.ones(1024)).shape == (SIZE * 1024,)
+    join([0, 1, 2], [3, 4])
+    with fails("members have changed"):
+        gather(torch.ones(1024))
+    torch._dynamo.reset()
+    assert gather(torch.ones(1024)).shape == (dist.get_world_size() * 1024,)
+
+
+def an_abort_of_another_thread_ends_only_the_old_group() -> None:
+    join(range(SIZE))
+    digest()
+    aborting = threading.Thread(target=backend().abort)
+    aborting.start()
+    join(range(SIZE))
+    aborting.join()
+    with contextlib.suppress(RuntimeError):  # the abort may have come last
+        digest()
+    join(range(SIZE))
+    digest()
+
+
 def refuses_bad_input() -> None:
     join(range(SIZE))
     before = digest()
@@ -248,6 +303,9 @@ CHECKS: tuple[Callable[[], None], ...] = (
     shrinks_grows_splits_and_equals_a_fresh_group,
     ends_collectives_in_flight,
     recovers_after_abort_and_timeout,
+    hooks_follow_the_members,
+    compiled_sizes_do_not_change,
+    an_abort_of_another_thread_ends_only_the_old_group,
     refuses_bad_input,
     refuses_another_config,
     survives_kills,

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from support import launch
 
 from cgx_ops import Communicator
-from cgx_ops.torch.backend.groups import communicator_of
+from cgx_ops.torch.backend.groups import communicator_of, forget
 
 SIZE, STEPS = 3, 20
 SURVIVORS, LOST, NEW = (0, 2), 1, 3
@@ -55,10 +55,9 @@ class Group:
 
 def test_a_rebuilt_group_gets_its_new_communicator() -> None:
     group: Any = Group()
-    communicators = []
     for name in ("rebuilt first", "rebuilt second"):
-        communicators += Communicator.local(1, name)
+        (communicator,) = Communicator.local(1, name)
         group.group_name = f"{name}/0"
-        assert communicator_of(group).id == communicators[-1].id
-        communicators[-1].close()
-    assert communicator_of(group).id == communicators[-1].id, "nothing has replaced it"
+        assert communicator_of(group).id == communicator.id
+        forget(group.group_name)
+        communicator.close()

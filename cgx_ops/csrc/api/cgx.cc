@@ -169,10 +169,11 @@ cgx_status_t cgx_comm_create(const cgx_bootstrap_t* bootstrap, int32_t* comm) {
     };
     require(bootstrap->elastic == 0 || bootstrap->elastic == 1, CGX_INVALID_ARGUMENT, "elastic is ",
             bootstrap->elastic, "; accepted: 0 or 1");
-    *comm = Registry::instance().add(connect(name, bootstrap->rank, noise_rank, size, allgather,
-                                             transport_or_default(bootstrap->transport),
-                                             timeout_or_default(bootstrap->timeout_s),
-                                             /*elastic=*/bootstrap->elastic != 0));
+    *comm = Registry::instance().add(connect(
+        name, bootstrap->rank, noise_rank, size, allgather,
+        transport_or_default(bootstrap->transport), timeout_or_default(bootstrap->timeout_s),
+        /*elastic=*/bootstrap->elastic != 0,
+        Communicator::Seconds(std::clamp(bootstrap->connect_timeout_s, 0.0, kLongestTimeout))));
   });
 }
 

@@ -113,7 +113,7 @@ class HybridConnector : public Connector {
     Reach others = reach;
     for (size_t peer = 0; peer < offers.size(); ++peer)
       if (is_near[peer]) others.ranks[peer] = false;
-    auto connected = near_->connect(near, {is_near, reach.at_most});
+    auto connected = near_->connect(near, {is_near, reach.at_most, reach.timeout});
     return std::make_unique<HybridTransport>(
         name_, std::move(connected), far_->connect(far_parts(offers), others), std::move(is_near));
   }

@@ -372,7 +372,7 @@ class TcpConnector : public Connector {
     const auto at_most = std::min<std::chrono::duration<double>>(reach.at_most, kLongestRendezvous);
     // Detects a vanished host before the collectives' own deadline.
     return std::make_unique<TcpTransport>(rank_, rendezvous_.connect(all, {reach.ranks, at_most}),
-                                          reach.at_most / 2);
+                                          reach.timeout / 2);
   }
 
  private:

@@ -161,10 +161,11 @@ class Transport {
 
 // ---- the table -----------------------------------------------------------------------------
 
-// The ranks to connect, and the longest time to wait for them.
+// The ranks to connect, the longest time to wait for them, and the deadline of collectives.
 struct Reach {
   std::vector<bool> ranks;
   std::chrono::duration<double> at_most;
+  std::chrono::duration<double> timeout = at_most;
 };
 
 // Sets up a transport among the ranks of a bootstrap. All ranks exchange offers, then decide from

@@ -60,7 +60,9 @@ class Adaptation:
         different settings.
         """
         self._config, self._rules = config, rules
-        if self._communicator is None:
+        if self._communicator is None or self._communicator.id != communicator.id:
+            self._under_way.clear()  # of ranks that have changed
+            self._found.clear()
             self._adaptive.agree(communicator)
             self._communicator = communicator
         if step == self._step:

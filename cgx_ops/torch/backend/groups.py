@@ -17,6 +17,7 @@ import torch.distributed as dist
 from cgx_ops import Communicator, _torch_ops
 from cgx_ops._core import world
 from cgx_ops._core.consistency import Gather
+from cgx_ops.communicator import forget_calls
 from cgx_ops.errors import CgxError, InvalidArgument, NotFound, Unsupported
 from cgx_ops.torch._compat import parallel
 from cgx_ops.torch.backend import launch
@@ -75,6 +76,7 @@ def connect(
     *,
     noise_rank: int | None = None,
     elastic: bool = False,
+    connect_timeout: datetime.timedelta | None = None,
 ) -> Communicator:
     """Create the communicator of a group. Collective over its ranks.
 
@@ -87,6 +89,7 @@ def connect(
         transport: as in BackendOptions.
         noise_rank: as in Communicator.create; None: the rank in the job.
         elastic: as in Communicator.create.
+        connect_timeout: limit for connecting the ranks. None: `timeout`.
 
     Raises:
         DistBackendError: the ranks cannot be connected, or one of them does not arrive.
@@ -107,6 +110,7 @@ def connect(
             timeout=timeout.total_seconds(),
             noise_rank=_rank_in_job(rank) if noise_rank is None else noise_rank,
             elastic=elastic,
+            connect_timeout=connect_timeout and connect_timeout.total_seconds(),
         )
     except Unsupported as error:
         raise dist.DistBackendError(
@@ -130,6 +134,8 @@ class _Slot:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.communicator: Communicator | None = None
+        self.generation = 0  # how often its members have changed
+        self.era = ""  # of the members, the same on all of them
 
 
 _slots: "weakref.WeakKeyDictionary[dist.ProcessGroup, _Slot]" = weakref.WeakKeyDictionary()
@@ -176,20 +182,42 @@ def communicator_of(group: dist.ProcessGroup) -> Communicator:
         InvalidArgument: torch.distributed does not list the group, so that it has no store.
         DistBackendError: the ranks cannot be connected, or one of them does not arrive.
     """
-    slot = _slots.get(group)
-    if slot is None:
-        with _slots_lock:
-            slot = _slots.setdefault(group, _Slot())
+    slot = _slot_of(group)
     if slot.communicator is None:
         with slot.lock:
             slot.communicator = slot.communicator or _find_or_make(group)
     return slot.communicator
 
 
-def forget(name: str) -> None:
-    """Let the next call look up the communicator of the groups with this name again."""
+def _slot_of(group: dist.ProcessGroup) -> _Slot:
+    slot = _slots.get(group)
+    if slot is None:
+        with _slots_lock:
+            slot = _slots.setdefault(group, _Slot())
+    return slot
+
+
+def generation_of(group: dist.ProcessGroup) -> int:
+    """Return how often the members of a group have changed, while it was the same object."""
+    return _slot_of(group).generation
+
+
+def era_of(group: dist.ProcessGroup) -> str:
+    """Return a text for the members of a group, the same on all of them; "" if none changed."""
+    return _slot_of(group).era
+
+
+def forget(name: str, era: str = "") -> None:
+    """Note that the members of the groups with this name change; `era` is a text for the next."""
+    listed = parallel.group_by_name(name)
+    if listed is not None:
+        _slot_of(listed)
     for group, slot in list(_slots.items()):
         if group.group_name == name:
+            slot.generation += 1
+            slot.era = era
+            if slot.communicator is not None:
+                forget_calls(slot.communicator.id)
             slot.communicator = None
 
 

@@ -79,7 +79,6 @@ def connected(
 def unconnected(
     store: parallel.Store,
     rank: int,
-    default: bool,
     options: _torch_ops.Options,
     related: MakeRelated,
     chosen: Chosen,
@@ -89,14 +88,13 @@ def unconnected(
     Args:
         store: the group's store.
         rank: this rank in the group, until it is connected.
-        default: whether it is the default group.
         options: the binding's options.
         related: makes the backends of groups that are split off.
         chosen: the rest.
     """
     name = options.group_name
     reconfigurations = _Reconfigurations(
-        name, parallel.PrefixStore(f"{name}/cgx/members", store), rank, default, options, chosen
+        name, parallel.PrefixStore(f"{name}/cgx/members", store), rank, options, chosen
     )
     return _torch_ops.Backend(
         rank, 1, -1, {}, "cuda" in devices(), options, related, reconfigurations
@@ -111,11 +109,10 @@ class _Reconfigurations:
         name: str,
         store: parallel.Store,
         rank: int,
-        default: bool,
         options: _torch_ops.Options,
         chosen: Chosen,
     ) -> None:
-        self._name, self._store, self._default = name, store, default
+        self._name, self._store = name, store
         self._options, self._chosen = options, chosen
         self._handle = Handle.of_this_process(dist.get_rank() if dist.is_initialized() else rank)
         self._lock = threading.Lock()
@@ -163,13 +160,13 @@ class _Reconfigurations:
         meeting = Meeting(name, self._store, self._handle, handles, uuid)
         rank, size = meeting.rank, meeting.size
         disconnect(f"it is reconfigured (uuid {uuid}) to {size} ranks")
-        groups.forget(name)
+        groups.forget(name, f"/{uuid}")
         meeting.wait(timeout)
         gather = groups.store_allgather(meeting.store, rank, size, name, timeout)
         _require_same_options(name, self._chosen, gather)
         comm = groups.connect(
             gather, rank, size, name, self._options._timeout, self._chosen.transport,
-            noise_rank=rank if self._default else self._handle.rank, elastic=True,
+            noise_rank=rank, elastic=True, connect_timeout=timeout,
         )  # fmt: skip
         try:
             inner = _inner(meeting.store, rank, size, self._options, timeout)
@@ -217,9 +214,14 @@ def _inner(
         options: the binding's options.
         timeout: for connecting gloo.
     """
-    gloo: Any = dist.ProcessGroupGloo(
-        parallel.PrefixStore("gloo", store), rank, size, timeout=timeout
-    )
+    gloo_store = parallel.PrefixStore("gloo", store)
+    try:
+        gloo: Any = dist.ProcessGroupGloo(gloo_store, rank, size, timeout=timeout)
+    except RuntimeError as error:
+        raise dist.DistBackendError(
+            f"cgx, group '{options.group_name}': rank {rank}: gloo cannot connect the {size} ranks "
+            f"within {timeout.total_seconds():g} s; a rank may have ended: {error}"
+        ) from error
     inner: dict[str, Any] = {"cpu": gloo}
     if torch.cuda.is_available() and dist.is_nccl_available():
         nccl_options = dist.ProcessGroupNCCL.Options()

@@ -51,6 +51,8 @@ NAME = "cgx"
 _log = logging.getLogger(__name__)
 # The options of the default group, which its sub-groups inherit.
 _world_options: "BackendOptions | None" = None
+# Whether the default group may lose ranks and continue, and so all other groups.
+_world_elastic = False
 # Options by group name; groups that were split off have those of the default group.
 _options: "dict[str, BackendOptions]" = {}
 # The binding's options by group name.
@@ -270,7 +272,7 @@ def _by_size(config: Config, seed: int, communicator: Communicator) -> _torch_op
 
 def _create(asked: Any, pg_options: Any) -> _torch_ops.Backend:
     """Create the backend of a group; called on every rank of the group."""
-    global _world_options
+    global _world_options, _world_elastic
     default = not asked.global_ranks_in_group
     if pg_options is None and not default and _default_group_is_ours():
         pg_options = _world_options
@@ -282,7 +284,7 @@ def _create(asked: Any, pg_options: Any) -> _torch_ops.Backend:
             "cgx_ops.torch.BackendOptions"
         )
     if default:
-        _world_options = pg_options
+        _world_options, _world_elastic = pg_options, False
         _options.clear()
     _options[asked.group_id] = pg_options
     compresses = pg_options.config.bits != EXACT_BITS
@@ -301,8 +303,11 @@ def _create(asked: Any, pg_options: Any) -> _torch_ops.Backend:
     _native_options[asked.group_id] = options
     if getattr(asked, "enable_reconfigure", False):  # from torch 2.14 on
         related, chosen = _related(options.group_name), _chosen(pg_options, options)
-        return make.unconnected(asked.store, asked.group_rank, default, options, related, chosen)
-    return make_backend(asked.store, asked.group_rank, asked.group_size, options, pg_options)
+        _world_elastic = _world_elastic or default
+        return make.unconnected(asked.store, asked.group_rank, options, related, chosen)
+    return make_backend(
+        asked.store, asked.group_rank, asked.group_size, options, pg_options, elastic=_world_elastic
+    )
 
 
 def native_options(
@@ -371,6 +376,8 @@ def _related(name: str) -> make.MakeRelated:
         if name in _options:
             _options[options.group_name] = _options[name]
         _native_options[options.group_name] = options
-        return make.connected(store, rank, size, options, _related(options.group_name))
+        return make.connected(
+            store, rank, size, options, _related(options.group_name), elastic=_world_elastic
+        )
 
     return make_related

@@ -41,10 +41,16 @@ class Carrier(abc.ABC):
     name: str  # of the class, in the store
     device: int  # a cgx_device_t
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, era: str = "") -> None:
+        """Create the carrier of a group; connects it on CPUs. Collective over the ranks.
+
+        Args:
+            group: the ranks.
+            era: distinguishes groups of this name with other members; the same on all ranks.
+        """
         rank, size = group.rank(), group.size()
         store = parallel.PrefixStore(
-            f"cgx_ops/{self.name}/{group.group_name}", parallel.default_store()
+            f"cgx_ops/{self.name}/{group.group_name}{era}", parallel.default_store()
         )
         # Separate keys for each Carrier, because a store may outlive its groups.
         self._store = parallel.PrefixStore(str(store.add(f"made/{rank}", 1)), store)

@@ -23,8 +23,8 @@ class CpuCarrier(Carrier):
     name = "carrier"
     device = tables.CPU
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        super().__init__(group)
+    def __init__(self, group: dist.ProcessGroup, era: str = "") -> None:
+        super().__init__(group, era)
         timeout = parallel.group_timeout(group) or dist.default_pg_timeout
         store: Any = self._store
         store = store.clone()  # the program's store keeps its own timeout

@@ -31,8 +31,8 @@ class CudaCarrier(Carrier):
     name = "cuda_carrier"
     device = tables.CUDA
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        super().__init__(group)
+    def __init__(self, group: dist.ProcessGroup, era: str = "") -> None:
+        super().__init__(group, era)
         self._group = weakref.ref(group)  # a destroyed default group must end
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 

@@ -124,7 +124,8 @@ typedef struct cgx_bootstrap_t {
                         Pass the rank in the whole job, so that groups with equal seeds
                         draw different noise. Kept by cgx_comm_split and cgx_comm_group. */
   int32_t elastic; /**< 1: use only transports that connect the survivors of a lost process: not
-                        MPI. Equal on all ranks. */
+                        MPI. Equal on all ranks. Kept by cgx_comm_split and cgx_comm_group. */
+  double connect_timeout_s; /**< Longest time to connect the ranks; <= 0: timeout_s. */
 } cgx_bootstrap_t;
 
 /** State and statistics of a communicator on this rank.
@@ -261,9 +262,10 @@ CGX_API cgx_status_t cgx_comm_close(int32_t comm);
 
 /** Close a communicator on this rank, and end its collectives on all ranks. Not collective.
  *
- * Like cgx_comm_close, but it does not wait for peers: they have a quarter of a second to receive
- * what was sent to them. Their collectives in flight end with CGX_PEER_FAILED and the reason. It
- * first waits for this rank's collectives on GPUs, which end at the latest at their deadlines.
+ * Like cgx_comm_close, but it does not wait for peers: they have a moment, at most 1.5 seconds, to
+ * receive what was sent to them. Their collectives in flight end with CGX_PEER_FAILED and the
+ * reason. It first waits for this rank's collectives on GPUs, which end at the latest at their
+ * deadlines.
  *
  * @param comm The communicator.
  * @param reason What errors say, such as "it is rebuilt without rank 2".
