@@ -20,7 +20,7 @@ def test_members_change(tmp_path: Path) -> None:
         PROCESSES, "run_torch_reconfigure.py", tmp_path, timeout=200, check=False
     )
     for output in outputs[:3]:  # the others are killed in the last check
-        assert output.rstrip().endswith("OK"), "\n".join(outputs)
+        assert "OK" in output.splitlines(), "\n".join(outputs)
     for output in outputs[3:]:
         assert "refuses_another_config: ok" in output, output
 

@@ -110,7 +110,7 @@ def connect(
             timeout=timeout.total_seconds(),
             noise_rank=_rank_in_job(rank) if noise_rank is None else noise_rank,
             elastic=elastic,
-            connect_timeout=connect_timeout and connect_timeout.total_seconds(),
+            connect_timeout=(connect_timeout or timeout).total_seconds(),
         )
     except Unsupported as error:
         raise dist.DistBackendError(
