@@ -96,7 +96,7 @@ void Backend::abort() {
   disconnect("its process group was aborted");
 }
 
-// Takes everything first, because another thread may connect the next members meanwhile. gloo
+// Takes everything first, because another thread may connect the next members at that time. gloo
 // cannot end calls in flight before their deadline, and its destructor waits for them: another
 // thread destroys it.
 void Backend::disconnect(const std::string& reason) {
