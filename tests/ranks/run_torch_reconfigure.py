@@ -72,14 +72,14 @@ def collect(what: object, ranks: Sequence[int]) -> list[str]:
     return [store.get(f"handle {what} {rank}").decode() for rank in ranks]
 
 
-def join(*groups: Sequence[int], timeout: datetime.timedelta = LIMIT) -> None:
+def join(*groups: Sequence[int]) -> None:
     """Reconfigure each group to these processes, in this order. Every process calls it."""
     turn = next(UUIDS)
     for number, ranks in enumerate(groups):
         if RANK not in ranks:
             continue
         uuid = turn * 10 + number
-        assert dist._reconfigure(uuid, collect(uuid, ranks), timeout=timeout).wait()
+        assert dist._reconfigure(uuid, collect(uuid, ranks), timeout=LIMIT).wait()
         assert (dist.get_rank(), dist.get_world_size()) == (list(ranks).index(RANK), len(ranks))
 
 

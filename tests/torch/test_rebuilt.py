@@ -59,5 +59,5 @@ def test_a_rebuilt_group_gets_its_new_communicator() -> None:
         (communicator,) = Communicator.local(1, name)
         group.group_name = f"{name}/0"
         assert communicator_of(group).id == communicator.id
-        forget(group.group_name)
+        forget(group.group_name, era=name)
         communicator.close()

@@ -23,7 +23,7 @@ from cgx_ops.torch.averaging.layers import Layer
 from cgx_ops.torch.averaging.loaded import require_keys
 from cgx_ops.torch.averaging.residuals import Residuals
 from cgx_ops.torch.averaging.sent import Sent
-from cgx_ops.torch.backend.groups import communicator_of, era_of, generation_of
+from cgx_ops.torch.backend.groups import communicator_of, era_of
 from cgx_ops.torch.graph.carried import Carrier
 from cgx_ops.torch.graph.carried_on_cpu import CpuCarrier
 from cgx_ops.torch.graph.carried_on_cuda import CudaCarrier, can_gather
@@ -79,7 +79,7 @@ class AveragingState:
     def connect(self) -> None:
         """Reset the attributes that belong to this process."""
         self._group: weakref.ref[dist.ProcessGroup] | None = None
-        self._generation = 0
+        self._era = ""
         self._communicator: Communicator | None = None
         self._carriers: dict[str, Carrier] = {}  # by type of device
 
@@ -197,11 +197,11 @@ class AveragingState:
         members have changed, the attributes that belong to the old one are reset.
         """
         group = group_or_default(self.process_group)
-        generation = generation_of(group)
-        if self._group is None or self._group() is not group or self._generation != generation:
+        era = era_of(group)
+        if self._group is None or self._group() is not group or self._era != era:
             if self._group is not None:
                 self.connect()
-            self._group, self._generation = weakref.ref(group), generation
+            self._group, self._era = weakref.ref(group), era
         return group
 
     @property
@@ -246,7 +246,7 @@ class AveragingState:
                     "gather CUDA tensors: pass a group with NCCL, or use carrier='native'"
                 )
             made = CudaCarrier if device.type == "cuda" else CpuCarrier
-            self._carriers[device.type] = made(group, era_of(group))
+            self._carriers[device.type] = made(group, self._era)
         return self._carriers[device.type]
 
     def residuals_of(

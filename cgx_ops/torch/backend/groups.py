@@ -134,8 +134,7 @@ class _Slot:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.communicator: Communicator | None = None
-        self.generation = 0  # how often its members have changed
-        self.era = ""  # of the members, the same on all of them
+        self.era = ""  # of the members; see era_of()
 
 
 _slots: "weakref.WeakKeyDictionary[dist.ProcessGroup, _Slot]" = weakref.WeakKeyDictionary()
@@ -197,24 +196,21 @@ def _slot_of(group: dist.ProcessGroup) -> _Slot:
     return slot
 
 
-def generation_of(group: dist.ProcessGroup) -> int:
-    """Return how often the members of a group have changed, while it was the same object."""
-    return _slot_of(group).generation
-
-
 def era_of(group: dist.ProcessGroup) -> str:
-    """Return a text for the members of a group, the same on all of them; "" if none changed."""
+    """Return a text for the members of a group; "" until they change.
+
+    It is the same on all of them, and another one for every change of the same object.
+    """
     return _slot_of(group).era
 
 
-def forget(name: str, era: str = "") -> None:
-    """Note that the members of the groups with this name change; `era` is a text for the next."""
+def forget(name: str, era: str) -> None:
+    """Note that the members of the groups with this name change; `era` is that of the next."""
     listed = parallel.group_by_name(name)
     if listed is not None:
         _slot_of(listed)
     for group, slot in list(_slots.items()):
         if group.group_name == name:
-            slot.generation += 1
             slot.era = era
             if slot.communicator is not None:
                 forget_calls(slot.communicator.id)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from cgx_ops import _torch_ops
+from cgx_ops import Communicator, _torch_ops
 from cgx_ops._core.consistency import Gather, require_same
 from cgx_ops.torch._compat import parallel
 from cgx_ops.torch.backend import groups
@@ -60,20 +60,12 @@ def connected(
     """
     name, timeout = options.group_name, options._timeout
     store = groups.own_store(store, name, rank)
-    gather = groups.store_allgather(store, rank, size, name, timeout)
-    _require_same_options(name, chosen, gather)
-    comm = groups.connect(
-        gather, rank, size, name, timeout, chosen.transport, noise_rank=noise_rank, elastic=elastic
-    )
+    comm, inner = _connect(store, rank, size, options, chosen, timeout, noise_rank, elastic)
     try:
-        inner = _inner(store, rank, size, options, timeout)
-        made = _torch_ops.Backend(rank, size, comm.id, inner, "cuda" in devices(), options, related)
+        return _torch_ops.Backend(rank, size, comm.id, inner, "cuda" in devices(), options, related)
     except BaseException:
         comm.close()
         raise
-    if chosen.measure:
-        chosen.measure()
-    return made
 
 
 def unconnected(
@@ -145,11 +137,11 @@ class _Reconfigurations:
                 f"cgx, group '{self._name}': another thread reconfigures it: one at a time"
             )
         try:
-            return self._connect(handles, uuid, timeout or self._options._timeout, disconnect)
+            return self._meet(handles, uuid, timeout or self._options._timeout, disconnect)
         finally:
             self._lock.release()
 
-    def _connect(
+    def _meet(
         self,
         handles: list[str] | set[str],
         uuid: int,
@@ -162,22 +154,52 @@ class _Reconfigurations:
         disconnect(f"it is reconfigured (uuid {uuid}) to {size} ranks")
         groups.forget(name, f"/{uuid}")
         meeting.wait(timeout)
-        gather = groups.store_allgather(meeting.store, rank, size, name, timeout)
-        _require_same_options(name, self._chosen, gather)
-        comm = groups.connect(
-            gather, rank, size, name, self._options._timeout, self._chosen.transport,
-            noise_rank=rank, elastic=True, connect_timeout=timeout,
+        comm, inner = _connect(
+            meeting.store, rank, size, self._options, self._chosen, timeout,
+            noise_rank=rank, elastic=True,
         )  # fmt: skip
-        try:
-            inner = _inner(meeting.store, rank, size, self._options, timeout)
-            if self._chosen.measure:
-                self._chosen.measure()
-        except BaseException:
-            comm.close()
-            raise
         meeting.end()
         self._handle = self._handle.next()
         return rank, size, comm.id, inner
+
+
+def _connect(
+    store: parallel.Store,
+    rank: int,
+    size: int,
+    options: _torch_ops.Options,
+    chosen: Chosen,
+    timeout: datetime.timedelta,
+    noise_rank: int | None,
+    elastic: bool,
+) -> tuple[Communicator, dict[str, Any]]:
+    """Return the communicator and the inner backends of a group. Collective over its ranks.
+
+    Args:
+        store: a part of the store that only these ranks use.
+        rank: this rank in the group.
+        size: number of ranks.
+        options: the binding's options.
+        chosen: the rest.
+        timeout: of each step of connecting.
+        noise_rank: as in Communicator.create; None: the rank in the job.
+        elastic: as in Communicator.create.
+    """
+    name = options.group_name
+    gather = groups.store_allgather(store, rank, size, name, timeout)
+    _require_same_options(name, chosen, gather)
+    comm = groups.connect(
+        gather, rank, size, name, options._timeout, chosen.transport,
+        noise_rank=noise_rank, elastic=elastic, connect_timeout=timeout,
+    )  # fmt: skip
+    try:
+        inner = _inner(store, rank, size, options, timeout)
+        if chosen.measure:
+            chosen.measure()
+    except BaseException:
+        comm.close()
+        raise
+    return comm, inner
 
 
 def _require_same_options(name: str, chosen: Chosen, gather: Gather) -> None:

@@ -89,8 +89,9 @@ class ProcessGroup(ProcessGroupWrapper):
         Raises:
             DistBackendError: the ranks cannot be connected, or one of them does not arrive.
         """
-        groups.forget(self._name)
-        self._name = store_addr.partition("/")[2]
+        name = store_addr.partition("/")[2]
+        groups.forget(self._name, era=name)
+        self._name = name
         super().configure(store_addr, *arguments, **keywords)
 
     def _create_pg(self, store: Store, rank: int, world_size: int) -> dist.ProcessGroup:
