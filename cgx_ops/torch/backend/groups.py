@@ -23,6 +23,14 @@ from cgx_ops.torch._compat import parallel
 from cgx_ops.torch.backend import launch
 from cgx_ops.torch.backend.errors import as_backend_error
 
+NAME = "cgx"  # of the backend
+
+
+def is_ours(group: dist.ProcessGroup) -> bool:
+    """Return whether a group uses the backend "cgx", for any device."""
+    return NAME in (parallel.backends_of(group) or "")
+
+
 # ---- 1. communicators over a Store ---------------------------------------------------------------
 
 
@@ -220,7 +228,7 @@ def forget(name: str, era: str) -> None:
 def _find_or_make(group: dist.ProcessGroup) -> Communicator:
     with contextlib.suppress(NotFound):
         return Communicator.find(group.group_name)
-    if "cgx" in (parallel.backends_of(group) or ""):
+    if is_ours(group):
         raise dist.DistBackendError(
             f"cgx, group '{group.group_name}': it is not connected: it was aborted, or "
             "torch.distributed._reconfigure has not connected it"

@@ -44,9 +44,8 @@ from cgx_ops.config import check_config
 from cgx_ops.errors import InvalidArgument, checked_seed
 from cgx_ops.torch._compat import parallel
 from cgx_ops.torch.backend import make
+from cgx_ops.torch.backend.groups import NAME, is_ours
 from cgx_ops.torch.graph.work import devices
-
-NAME = "cgx"
 
 _log = logging.getLogger(__name__)
 # The options of the default group, which its sub-groups inherit.
@@ -218,7 +217,7 @@ def current_scope() -> Config | Literal["uncompressed"] | None:
 
 def options_of(group: dist.ProcessGroup) -> BackendOptions | None:
     """Return the options of a group over the backend "cgx"; None for any other group."""
-    if NAME not in (parallel.backends_of(group) or ""):
+    if not is_ours(group):
         return None
     return _options.get(group.group_name, _world_options)
 
