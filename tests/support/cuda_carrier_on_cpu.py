@@ -101,9 +101,9 @@ class StandIn:
         self.caller = self.current = Stream(self.log, "caller", 0)
         self.side = Stream(self.log, "side", _SIDE)
 
-    def carrier(self, group: dist.ProcessGroup) -> carried_on_cuda.CudaCarrier:
+    def carrier(self, group: dist.ProcessGroup, era: str = "") -> carried_on_cuda.CudaCarrier:
         """Return a carrier over a group whose collectives are logged."""
-        made: Any = carried_on_cuda.CudaCarrier(group)
+        made: Any = carried_on_cuda.CudaCarrier(group, era)
         made._group = lambda: Exchange(group, self)
         return made
 
