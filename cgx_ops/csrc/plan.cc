@@ -197,21 +197,18 @@ void set_codecs(const cgx_config_t& config, Dtype dtype, int64_t numel, Segment*
   segment->codecs = settings_per_stage(config, codec);
 }
 
-// Places the plan's segments in each rank's block. `splits`: elements of the blocks, or null if all
-// have the plan's block_numel.
-std::vector<std::vector<Segment>> make_blocks(const cgx_collective_t& call, const Plan& plan,
-                                              const int64_t* splits) {
+// Returns the plan's segment in the size of each rank's block, one block after the other.
+std::vector<std::vector<Segment>> split_blocks(const cgx_collective_t& call, const Plan& plan,
+                                               const int64_t* splits) {
   std::vector<std::vector<Segment>> blocks(plan.size, plan.segments);
   int64_t offset = 0;
   for (int rank = 0; rank < plan.size; ++rank) {
-    for (Segment& segment : blocks[rank]) {
-      segment.input_at += plan.bytes(offset);
-      segment.output_at += plan.bytes(offset);
-      if (!splits) continue;
-      segment.numel = splits[rank];
-      set_codecs(segment_config(call, call.segments[0]), plan.dtype, segment.numel, &segment);
-    }
-    offset += splits ? splits[rank] : plan.block_numel;
+    Segment& segment = blocks[rank][0];
+    segment.input_at += plan.bytes(offset);
+    segment.output_at += plan.bytes(offset);
+    segment.numel = splits[rank];
+    set_codecs(segment_config(call, call.segments[0]), plan.dtype, segment.numel, &segment);
+    offset += splits[rank];
   }
   return blocks;
 }
@@ -307,6 +304,7 @@ Plan make_plan(const cgx_collective_t& call, int rank, int size, BuffersUsed use
     plan.segments.push_back(segment);
   }
   if (in_one_buffer) plan.block_numel = end;
+  for (Segment& segment : plan.segments) segment.block_bytes = plan.bytes(plan.block_numel);
   require(!compressed || plan.op == Op::kSum || plan.op == Op::kAvg || !plan.verb->reduces,
           CGX_UNSUPPORTED, "op ", op_name(call.op),
           " is not supported for compressed values: use sum or avg, or bits=32 (uncompressed)");
@@ -317,8 +315,10 @@ Plan make_plan(const cgx_collective_t& call, int rank, int size, BuffersUsed use
     check_pointer(call.output, buffer_numel(plan, end, plan.verb->blocks_out, call.output_splits),
                   "output");
   if (plan.verb->exchanges()) {
-    plan.sends = make_blocks(call, plan, call.input_splits);
-    plan.receives = make_blocks(call, plan, call.output_splits);
+    plan.sends =
+        call.input_splits ? split_blocks(call, plan, call.input_splits) : plan.equal_blocks();
+    plan.receives =
+        call.output_splits ? split_blocks(call, plan, call.output_splits) : plan.equal_blocks();
   }
   plan.algorithm = static_cast<cgx_algorithm_t>(call.config.algorithm);
   return plan;

@@ -30,6 +30,9 @@ struct Segment {
   int64_t input_at = 0;  // bytes, from the plan's input
   int64_t output_at = 0;
   std::byte* residual = nullptr;  // error feedback, in the plan's dtype; may be null
+  // From a rank's block to the next, in memory with a block per rank. Residuals have the blocks of
+  // the input.
+  int64_t block_bytes = 0;
   int64_t numel = 0;
   bool repeats = false;  // `auto` ignores it
   RoundingMode rounding = RoundingMode::kNearest;
@@ -85,6 +88,17 @@ struct Plan {
   // Whether a single rank changes its values: it divides by a divisor other than 1.
   bool divides_alone() const { return op == Op::kAvg && divisor != 1 && verb->reduces; }
   int64_t numel() const { return numel_of(segments); }
+  // The segments of each rank's block, if the blocks have equal sizes.
+  std::vector<std::vector<Segment>> equal_blocks() const {
+    std::vector<std::vector<Segment>> blocks(size, segments);
+    for (int block = 0; block < size; ++block) {
+      for (Segment& segment : blocks[block]) {
+        segment.input_at += block * segment.block_bytes;
+        segment.output_at += block * segment.block_bytes;
+      }
+    }
+    return blocks;
+  }
   // As in cgx_comm_info_t.
   int64_t bytes_in() const {
     if (!verb->exchanges()) return bytes(numel()) * (verb->blocks_in ? size : 1);

@@ -187,51 +187,6 @@ void test_mixed_codecs(int algorithm) {
   });
 }
 
-// Small segments share blocks: they have the results of one segment with all their values, whose
-// message is shorter.
-void test_packed_segments(int size, int algorithm) {
-  constexpr int64_t kNumel = 7000;
-  const cgx_segment_t whole[] = {{0, 2900, 512, kPairsBits, 0, nullptr},
-                                 {2900, 4100, 512, 4, 0, nullptr}};
-  const cgx_segment_t parts[] = {
-      {0, 300, 512, kPairsBits, 0, nullptr},    {2900, 4100, 512, 4, 0, nullptr},
-      {300, 0, 512, kPairsBits, 0, nullptr},    {300, 999, 512, kPairsBits, 0, nullptr},
-      {1299, 700, 512, kPairsBits, 0, nullptr}, {1999, 901, 512, kPairsBits, 0, nullptr}};
-  const Ranks ranks(size, "AUTO", 60, "packed");
-  ranks.run([&](int rank, int32_t comm) {
-    const auto input = values_of(rank, kNumel);
-    std::vector<float> results[2], lost[2];
-    for (const bool in_parts : {false, true}) {
-      results[in_parts].resize(kNumel);
-      lost[in_parts].assign(kNumel, 0.25f);
-      const cgx_segment_t* segments = in_parts ? parts : whole;
-      const int count = in_parts ? 6 : 2;
-      std::vector<void*> residuals;
-      std::vector<int64_t> seeds;
-      for (int i = 0; i < count; ++i) {
-        residuals.push_back(lost[in_parts].data() + segments[i].offset);
-        seeds.push_back(segments[i].bits);
-      }
-      auto call = call_of(segments, count, input.data(), results[in_parts].data());
-      call.comm = comm;
-      call.op = CGX_AVG;
-      call.config.algorithm = algorithm;
-      call.residuals = residuals.data();
-      call.seeds = seeds.data();
-      ok(cgx_run(&call));
-    }
-    CHECK(results[0] == results[1] && lost[0] == lost[1], "rank %d of %d, algorithm %d", rank, size,
-          algorithm);
-  });
-  auto call = call_of(parts, 6, nullptr, nullptr);
-  float anywhere[1];
-  call.input = call.output = anywhere;
-  call.config.algorithm = algorithm;
-  Plan plan = make_plan(call, 0, size);
-  resolve_algorithm(&plan);
-  CHECK(plan.segments.size() == (size == 1 ? 6 : 3), "%d segments", int(plan.segments.size()));
-}
-
 void test_carried_one_shot() {
   constexpr int kSize = 3;
   for (const int64_t numel : {0, 17, 5000}) {
@@ -402,9 +357,6 @@ int main() {
   test_allreduce(3, "SHM");
   for (const int size : {2, 3, 8}) test_blocks(size);
   for (const int algorithm : {CGX_ONE_SHOT, CGX_SRA, CGX_RING}) test_mixed_codecs(algorithm);
-  for (const int size : {1, 2, 3, 8})
-    for (const int algorithm : {CGX_ONE_SHOT, CGX_SRA, CGX_RING, CGX_AUTO})
-      test_packed_segments(size, algorithm);
   test_carried_one_shot();
   test_carried_sra();
   test_malformed_messages();

@@ -43,7 +43,8 @@ std::vector<cgx_segment_t> random_segments(std::mt19937& random) {
 void check_layout(const Plan& plan, int shards) {
   const Layout layout(plan);
   const int64_t width = plan.bytes(1);
-  std::vector<int> seen(plan.block_numel, 0);
+  const bool in_blocks = plan.verb->blocks_in;
+  std::vector<int> seen(plan.block_numel * (in_blocks ? plan.size : 1), 0);
   for (int owner = 0; owner < shards; ++owner) {
     const Shard& shard = layout.shard(owner);
     size_t next_piece = 0;
@@ -72,9 +73,11 @@ void check_layout(const Plan& plan, int shards) {
     }
     CHECK(next_piece == shard.pieces.size(), "pieces outside of chunks");
   }
-  std::vector<int> expected(plan.block_numel, 0);
+  std::vector<int> expected(seen.size(), 0);
   for (const auto& segment : plan.segments)
-    for (int64_t k = 0; k < segment.numel; ++k) expected[segment.input_at / width + k] = 1;
+    for (int block = 0; block < (in_blocks ? plan.size : 1); ++block)
+      for (int64_t k = 0; k < segment.numel; ++k)
+        expected[block * plan.block_numel + segment.input_at / width + k] = 1;
   CHECK(seen == expected, "an element is missing or duplicated");
 }
 
@@ -87,7 +90,7 @@ void test_layouts() {
     check_layout(make_plan(call_of(CGX_ALLREDUCE, CGX_SRA, segments, gather_bits), 0, size), size);
     check_layout(make_plan(call_of(CGX_ALLREDUCE, CGX_ONE_SHOT, segments, gather_bits), 0, size),
                  1);
-    check_layout(make_plan(call_of(CGX_REDUCE_SCATTER, CGX_SRA, segments, 0), 0, size), 1);
+    check_layout(make_plan(call_of(CGX_REDUCE_SCATTER, CGX_SRA, segments, 0), 0, size), size);
   }
 }
 

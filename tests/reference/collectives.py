@@ -91,7 +91,6 @@ def allreduce(
         )
     if algorithm in ("hierarchical", "by_hosts"):
         algorithm = "hierarchical" if is_nested(hosts) else "sra"
-    out = np.zeros(inputs[0].shape, dtype)
     packing = packing_of(segments, minimal_size)
     if len(inputs) > 1 and packing.packs:
         lost = residuals and [packing.load(residual) for residual in residuals]
@@ -111,10 +110,10 @@ def allreduce(
             hosts=hosts,
             noise_ranks=noise_ranks,
         )
-        packing.store(result, out)
         for of_rank, residual in zip(lost or (), residuals or (), strict=True):
             packing.store(of_rank, residual)
-        return out
+        return packing.stored(result, len(inputs[0]))
+    out = np.zeros(inputs[0].shape, dtype)
     for number, segment in enumerate(segments):
         at = slice(segment.offset, segment.offset + segment.numel)
         xs = [x[at] for x in inputs]
@@ -195,6 +194,27 @@ def reduce_scatter(
             skip_incomplete_buckets=skip_incomplete_buckets,
             hosts=hosts,
         )
+    packing = packing_of(segments, minimal_size)
+    if world_size > 1 and packing.packs:
+        lost = residuals and [packing.load(residual, world_size) for residual in residuals]
+        results = reduce_scatter(
+            [packing.load(x, world_size) for x in inputs],
+            packing.packed(),
+            op=op,
+            algorithm=algorithm,
+            rounding=rounding,
+            seeds=packing.seeds(seeds, world_size),
+            intra_bits=intra_bits,
+            minimal_size=minimal_size,
+            skip_incomplete_buckets=skip_incomplete_buckets,
+            divisor=divisor,
+            residuals=lost,
+            hosts=hosts,
+            noise_ranks=noise_ranks,
+        )
+        for of_rank, residual in zip(lost or (), residuals or (), strict=True):
+            packing.store(of_rank, residual, world_size)
+        return [packing.stored(result, block) for result in results]
     nested = algorithm in ("hierarchical", "by_hosts") and is_nested(hosts)
     outs: list[Values] = []
     for owner in range(world_size):
@@ -254,6 +274,18 @@ def all_gather(
 ) -> Values:
     """Return all blocks, in rank order, with the same values on every rank and their owners."""
     world_size, dtype = len(blocks), blocks[0].dtype
+    packing = packing_of(segments, minimal_size)
+    if world_size > 1 and packing.packs:
+        result = all_gather(
+            [packing.load(block) for block in blocks],
+            packing.packed(),
+            rounding=rounding,
+            seeds=packing.seeds(seeds, world_size),
+            minimal_size=minimal_size,
+            skip_incomplete_buckets=skip_incomplete_buckets,
+            noise_ranks=noise_ranks,
+        )
+        return packing.stored(result, len(blocks[0]), world_size)
     outs: list[Values] = []
     for rank, block in enumerate(blocks):
         out = np.zeros(len(block), dtype)

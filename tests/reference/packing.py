@@ -47,17 +47,24 @@ class Packing:
         of_groups = [seeds_of(seeds, world_size, group[0]) for group in self.groups]
         return [list(of_rank) for of_rank in zip(*of_groups, strict=True)]
 
-    def load(self, buffer: Values) -> Values:
-        """Return a copy of the segments' values in the order of the groups."""
-        return np.concatenate([buffer[at] for at in self._places()])
+    def load(self, buffer: Values, blocks: int = 1) -> Values:
+        """Return a copy of the segments' values in the order of the groups, in each block."""
+        of_blocks = buffer.reshape(blocks, -1)
+        return np.concatenate([of_blocks[:, at] for at in self._places()], axis=1).reshape(-1)
 
-    def store(self, packed: Values, buffer: Values) -> None:
-        """Write packed values to their places in a buffer."""
-        end = 0
+    def store(self, packed: Values, buffer: Values, blocks: int = 1) -> None:
+        """Write packed values to their places in each block of a buffer."""
+        of_blocks, end = buffer.reshape(blocks, -1), 0
         for at in self._places():
             numel = at.stop - at.start
-            buffer[at] = packed[end : end + numel]
+            of_blocks[:, at] = packed.reshape(blocks, -1)[:, end : end + numel]
             end += numel
+
+    def stored(self, packed: Values, numel: int, blocks: int = 1) -> Values:
+        """Return blocks of `numel` elements with the packed values, and 0 outside the segments."""
+        buffer = np.zeros(blocks * numel, packed.dtype)
+        self.store(packed, buffer, blocks)
+        return buffer
 
     def _places(self) -> Iterator[slice]:
         for group in self.groups:

@@ -210,6 +210,18 @@ def of_compressors() -> Iterator[dict[str, Any]]:
 DTYPES_IN_TURN = ("float32", "float16", "bfloat16", "float32", "bfloat16", "float16", "float32")
 
 
+def packed() -> Iterator[dict[str, Any]]:
+    """Yield compressors without fixed length, and small segments that share their messages.
+
+    There are gaps between segments. Others are empty, exact, or longer than a block of `lossless`.
+    """
+    small = ((3, 700), (703, 9), (712, 0), (720, 1000), (1720, 17_000), (18_720, 80), (18_800, 16))
+    segments = tuple((offset, numel, 32 if numel == 80 else 4, 512) for offset, numel in small)
+    for row in of_compressors():
+        if row["compressor"] in ("lossless", "entropy"):
+            yield {"size": 18_900, "segments": segments, **row}
+
+
 def _hierarchical() -> list[Case]:
     layers = ((0, 700, 4, 512), (700, 9, 4, 512), (709, 1000, 8, 64), (2000, 50_000, 32, 1))
     cases = [
@@ -261,6 +273,7 @@ def _hierarchical() -> list[Case]:
         cases += [Case(1000, dtype=next(dtypes), special=each, **row) for each in ("nan", "zeros")]
         if row["compressor"] in ("levels", "qsgd"):
             cases.append(Case(1500, dtype=next(dtypes), intra_bits=4, **row))
+    cases += [Case(dtype=next(dtypes), algorithm="hierarchical", **row) for row in packed()]
     # Algorithms selected by size, and by the hosts. These five are in the sample.
     cases += [Case(1000), Case(100_003), Case(2**20 + 7, intra_bits=8)]
     cases += [Case(2**20 + 7, 32, op="avg"), Case(300_000, bucket_size=1 << 20)]
@@ -297,6 +310,8 @@ def _compressors() -> list[Case]:
     for verb in ("reduce_scatter", "all_gather"):
         add(50_000, 512, verb=verb, compressor="lossless")
         add(70_000, 512, verb=verb, compressor="entropy", rounding="nearest")
+    for row, verb in itertools.product(packed(), ("reduce_scatter", "all_gather")):
+        cases.append(Case(verb=verb, op="avg", dtype=next(dtypes), **row))
     for algorithm in ("one_shot", "sra", "ring"):
         add(140_000, 512, algorithm=algorithm, compressor="entropy", rounding="nearest")
     gathered: tuple[tuple[Compressor, int, int], ...] = (
@@ -508,12 +523,9 @@ def expected(
     the rank number with which each one draws noise.
     """
     xs = [inputs(case, rank, world_size) for rank in range(world_size)]
-    segments = [reference.Segment(*s) for s in case.segments] or [
+    segments = [
         reference.Segment(
-            0,
-            case.size,
-            case.bits,
-            case.bucket_size,
+            *segment,
             case.compressor,
             case.density or 0.01,
             case.value_bits or 32,
@@ -521,6 +533,7 @@ def expected(
             case.clip,
             case.rate or 2.0,
         )
+        for segment in case.segments or ((0, case.size, case.bits, case.bucket_size),)
     ]
     options: dict[str, Any] = {
         "rounding": case.rounding,

@@ -17,6 +17,7 @@ from support.collective_cases import (
     Case,
     converges,
     of_compressors,
+    packed,
 )
 
 BOTH = ("reduce_scatter", "all_gather")
@@ -61,6 +62,10 @@ def _cases() -> list[Case]:
             add(1003, scatter, bucket_size=64, feedback=True, **row)
         if row["compressor"] in ("levels", "qsgd"):
             add(1003, scatter, bucket_size=64, intra_bits=4, **row)
+    for row in packed():
+        add(op="avg", **row)
+        if converges(Case(feedback=True, **row)):
+            add(verbs=scatter, feedback=True, **row)
     # Other algorithms, several messages, and several blocks of codecs without fixed length. The
     # last six, which are slow, are not in the sample.
     for algorithm in ("one_shot", "ring", "sra", "by_hosts"):

@@ -120,11 +120,8 @@ class HierarchicalGather : public Algorithm {
   const Chunk& chunk_of(int block, size_t chunk) const {
     return layout_.shard(block).chunks[chunk];
   }
-  std::byte* output(int block) const {
-    return plan_.output + plan_.bytes(layout_.block_offset(block));
-  }
   void decode(int block, const Chunk& chunk, const Encoded& message) const {
-    decode_chunk(plan_, layout_.shard(block), chunk, Stage::kGather, message, output(block));
+    decode_chunk(plan_, layout_.shard(block), chunk, Stage::kGather, message, plan_.output);
   }
 
   // Step 1, one chunk per thread.

@@ -140,9 +140,6 @@ class HierarchicalScatter : public Algorithm {
 
   // All blocks have equal chunks.
   const Chunk& own_chunk(size_t chunk) const { return layout_.shard(plan_.rank).chunks[chunk]; }
-  const std::byte* input(int block) const {
-    return plan_.input + plan_.bytes(layout_.block_offset(block));
-  }
 
   // Step 1, one message per thread.
   void encode_next(Port& port) {
@@ -155,7 +152,7 @@ class HierarchicalScatter : public Algorithm {
     }
     threads_.for_each(static_cast<int>(count), [&](int i) {
       auto& [peer, block, chunk, buffer, bytes] = jobs_[i];
-      bytes = encode_chunk(plan_, layout_.shard(block), *chunk, Stage::kIntra, input(block),
+      bytes = encode_chunk(plan_, layout_.shard(block), *chunk, Stage::kIntra, plan_.input,
                            buffer->data, block);
     });
     send(port);
@@ -197,7 +194,7 @@ class HierarchicalScatter : public Algorithm {
     threads_.for_each(static_cast<int>(count), [&](int i) {
       auto& [peer, block, chunk, buffer, bytes] = jobs_[i];
       bytes = reducers_[i].to_message(
-          Stage::kScatter, layout_.shard(block), *chunk, {}, input(block), buffer->data, nullptr,
+          Stage::kScatter, layout_.shard(block), *chunk, {}, plan_.input, buffer->data, nullptr,
           values_of_host(sums_out_.block(i), sums_out_.before(i)), block);
     });
     for (size_t i = 0; i < count; ++i) pop_values(sums_out_.block(i));
@@ -217,8 +214,8 @@ class HierarchicalScatter : public Algorithm {
       std::vector<Encoded> sums;
       for (int host = 0; host < topology_.hosts(); ++host)
         if (host != host_) sums.push_back({sums_[host][i].source, sums_[host][i].bytes});
-      reducers_[i].to_values(layout_.shard(plan_.rank), own_chunk(reduced_ + i), sums,
-                             input(plan_.rank), plan_.output, values_of_host(own, i));
+      reducers_[i].to_values(layout_.shard(plan_.rank), own_chunk(reduced_ + i), sums, plan_.input,
+                             plan_.output, values_of_host(own, i));
     });
     reduced_ += ready;
     for (size_t i = 0; i < ready; ++i) {

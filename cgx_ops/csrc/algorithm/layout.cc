@@ -13,8 +13,6 @@ int64_t Shard::bytes(Stage stage) const {
 }
 
 Layout::Layout(const Plan& plan) {
-  const bool keeps = std::any_of(plan.segments.begin(), plan.segments.end(),
-                                 [](const Segment& segment) { return segment.residual; });
   shards_.resize(entry_of(plan).shards(plan));
   chunk_bytes_ = plan.chunk_bytes;
   value_bytes_ = plan.bytes(1);
@@ -28,7 +26,6 @@ Layout::Layout(const Plan& plan) {
     }
     return;
   }
-  if (!plan.verb->shards()) block_stride_ = plan.block_numel;
   for (const auto& segment : plan.segments) {
     int64_t cut = 1;
     for (const CodecSettings& settings : segment.codecs.each)
@@ -40,12 +37,17 @@ Layout::Layout(const Plan& plan) {
              std::min(segment.numel, range.last * cut));
     }
   }
-  if (!plan.verb->blocks_in || !keeps) return;
-  // Blocks differ only in their residuals.
+  if (plan.verb->shards()) return;
+  // Blocks differ only in their places.
   shards_.resize(plan.size, shards_[0]);
-  for (int owner = 1; owner < plan.size; ++owner)
-    for (Piece& piece : shards_[owner].pieces)
-      if (piece.residual) piece.residual += plan.bytes(block_offset(owner));
+  for (int owner = 1; owner < plan.size; ++owner) {
+    for (Piece& piece : shards_[owner].pieces) {
+      const int64_t at = owner * piece.segment->block_bytes;
+      if (plan.verb->blocks_in) piece.input_at += at;
+      if (plan.verb->blocks_in && piece.residual) piece.residual += at;
+      if (plan.verb->blocks_out) piece.output_at += at;
+    }
+  }
 }
 
 int64_t Layout::longest_message() const {

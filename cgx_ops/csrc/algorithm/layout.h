@@ -28,8 +28,8 @@ struct Piece {
     int64_t at;
   };
 
-  int64_t input_at;     // bytes, in the input (allreduce) or in a rank's block of it
-  int64_t output_at;    // bytes, in the output or in a rank's block of it
+  int64_t input_at;     // bytes, from the plan's input
+  int64_t output_at;    // bytes, from the plan's output
   std::byte* residual;  // of these values (feedback.h); null: none
   int64_t numel;
   int64_t first_index;  // index of the first element in its segment
@@ -61,13 +61,11 @@ class Layout {
   explicit Layout(const Plan& plan);  // the plan must outlive the layout
 
   // The shard of rank `owner`. one_shot has a single shard with everything. In reduce_scatter and
-  // all_gather a shard is a block; without residuals all ranks share one Shard, and block_offset()
-  // is the block's offset in the larger buffer. hierarchical numbers shards by Topology::shard_of.
+  // all_gather a shard is a block. hierarchical numbers shards by Topology::shard_of.
   const Shard& shard(int owner) const { return shards_.size() == 1 ? shards_[0] : shards_[owner]; }
   // The block from a rank, in an all_to_all. shard() is the block for a rank. This rank's own block
   // has no pieces.
   const Shard& received(int source) const { return received_[source]; }
-  int64_t block_offset(int owner) const { return block_stride_ * owner; }
   int64_t longest_message() const;  // bytes; may exceed the chunk size, since a grain may be longer
 
  private:
@@ -77,7 +75,7 @@ class Layout {
 
   std::vector<std::pair<CodecSettings, std::unique_ptr<Codec>>> codecs_;
   std::vector<Shard> shards_, received_;
-  int64_t chunk_bytes_ = 0, value_bytes_ = 0, block_stride_ = 0;
+  int64_t chunk_bytes_ = 0, value_bytes_ = 0;
   bool has_intra_ = false;  // whether there are messages within a host
 };
 

@@ -60,8 +60,8 @@ class PackedAlgorithm final : public Algorithm {
 }  // namespace
 
 void Packing::pack(Plan* plan) {
-  const bool may_pack = plan->size > 1 && plan->verb->id == CGX_ALLREDUCE;
-  if (!may_pack || std::none_of(plan->segments.begin(), plan->segments.end(), is_small)) return;
+  if (plan->size == 1 || std::none_of(plan->segments.begin(), plan->segments.end(), is_small))
+    return;
   struct Group {
     bool is_small;
     std::vector<Segment> segments;
@@ -85,52 +85,58 @@ void Packing::pack(Plan* plan) {
     plan->segments.push_back(group.segments[0]);
     if (group.segments.size() == 1) continue;
     Segment& whole = plan->segments.back();
-    whole.numel = 0;
-    for (const Segment& segment : group.segments) whole.numel += segment.numel;
+    whole.numel = numel_of(group.segments);
+    whole.block_bytes = plan->bytes(whole.numel);
     auto packed = std::make_unique<Packed>();
-    packed->values.resize(plan->bytes(whole.numel));
+    packed->values.resize(whole.block_bytes * (plan->verb->blocks_in ? plan->size : 1));
+    packed->results.resize(whole.block_bytes * (plan->verb->blocks_out ? plan->size : 1));
     if (whole.residual) packed->residuals.resize(packed->values.size());
     packed->segments = std::move(group.segments);
     whole.input_at = distance(plan->input, packed->values.data());
-    whole.output_at = distance(plan->output, packed->values.data());
+    whole.output_at = distance(plan->output, packed->results.data());
     whole.residual = whole.residual ? packed->residuals.data() : nullptr;
     packing->packed_.push_back(std::move(packed));
   }
+  if (plan->verb->exchanges()) plan->sends = plan->receives = plan->equal_blocks();
   plan->packing = std::move(packing);
 }
 
 template <typename Copy>
-void Packing::for_segments(const Plan& plan, const Copy& copy) const {
+void Packing::for_segments(const Plan& plan, bool blocks, const Copy& copy) const {
   for (const auto& packed : packed_) {
+    const int64_t stride = plan.bytes(numel_of(packed->segments));
     int64_t at = 0;
     for (const Segment& segment : packed->segments) {
       const int64_t bytes = plan.bytes(segment.numel);
-      std::byte* const residual = segment.residual ? packed->residuals.data() + at : nullptr;
-      copy(segment, packed->values.data() + at, residual, bytes);
+      for (int block = 0; block < (blocks ? plan.size : 1); ++block)
+        copy(*packed, at + block * stride, segment, block * segment.block_bytes, bytes);
       at += bytes;
     }
   }
 }
 
 void Packing::load(const Plan& plan) const {
-  for_segments(plan,
-               [&](const Segment& segment, std::byte* values, std::byte* residual, int64_t bytes) {
-                 std::memcpy(values, plan.input + segment.input_at, bytes);
-                 if (residual) std::memcpy(residual, segment.residual, bytes);
-               });
+  for_segments(
+      plan, plan.verb->blocks_in,
+      [&](Packed& packed, int64_t to, const Segment& segment, int64_t from, int64_t bytes) {
+        std::memcpy(&packed.values[to], plan.input + segment.input_at + from, bytes);
+        if (segment.residual) std::memcpy(&packed.residuals[to], segment.residual + from, bytes);
+      });
 }
 
 void Packing::store_residuals(const Plan& plan) const {
-  for_segments(
-      plan, [&](const Segment& segment, std::byte* /*values*/, std::byte* residual, int64_t bytes) {
-        if (residual) std::memcpy(segment.residual, residual, bytes);
-      });
+  for_segments(plan, plan.verb->blocks_in,
+               [](Packed& packed, int64_t from, const Segment& segment, int64_t to, int64_t bytes) {
+                 if (segment.residual)
+                   std::memcpy(segment.residual + to, &packed.residuals[from], bytes);
+               });
 }
 
 void Packing::store_results(const Plan& plan) const {
   for_segments(
-      plan, [&](const Segment& segment, std::byte* values, std::byte* /*residual*/, int64_t bytes) {
-        std::memcpy(plan.output + segment.output_at, values, bytes);
+      plan, plan.verb->blocks_out,
+      [&](Packed& packed, int64_t from, const Segment& segment, int64_t to, int64_t bytes) {
+        std::memcpy(plan.output + segment.output_at + to, &packed.results[from], bytes);
       });
 }
 

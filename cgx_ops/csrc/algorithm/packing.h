@@ -1,6 +1,6 @@
-// Concatenates small segments of an allreduce whose codec has no fixed length, so that they share
-// blocks. Each block has a header and a state of its coder, which would be longer than the codes of
-// a few values.
+// Concatenates small segments whose codec has no fixed length, so that they share messages. Each
+// message has a header and a state of its coder, which would be longer than the codes of a few
+// values.
 #pragma once
 
 #include <memory>
@@ -13,9 +13,10 @@ namespace cgx {
 
 class Packing {
  public:
-  // Segments with equal settings that are shorter than a block become one segment, in the place of
-  // the first and with its seed. Its values and residuals are in the memory of plan->packing, which
-  // stays null if there is nothing to pack.
+  // Segments with equal settings that are shorter than a message become one segment, in the place
+  // of the first and with its seed. Its values, residuals and results are in the memory of
+  // plan->packing, which stays null if there is nothing to pack. There, each rank's block of a
+  // packed segment follows that of the rank before it.
   static void pack(Plan* plan);
 
   // Copies values and residuals to the packed segments, and results and residuals back.
@@ -26,11 +27,12 @@ class Packing {
  private:
   struct Packed {
     std::vector<Segment> segments;
-    std::vector<std::byte> values, residuals;  // values become results
+    std::vector<std::byte> values, residuals, results;
   };
-  // Calls copy(segment, its packed values, its packed residuals or null, bytes).
+  // Calls copy(packed, its offset, segment, its offset, bytes) for the values of each segment that
+  // are in one piece: those of a block or, if `blocks` is false, all.
   template <typename Copy>
-  void for_segments(const Plan& plan, const Copy& copy) const;
+  void for_segments(const Plan& plan, bool blocks, const Copy& copy) const;
 
   std::vector<std::unique_ptr<Packed>> packed_;
 };

@@ -102,14 +102,6 @@ class Sra : public Algorithm {
     return gathers_ && peer != plan_.rank && counts[peer] < layout_.shard(peer).chunks.size();
   }
 
-  // The base of a shard's offsets, in the input and in the output.
-  const std::byte* input(int owner) const {
-    return plan_.input + plan_.bytes(scatters_ ? layout_.block_offset(owner) : 0);
-  }
-  std::byte* output(int owner) const {
-    return plan_.output + plan_.bytes(gathers_ ? layout_.block_offset(owner) : 0);
-  }
-
   // Phase 1, one message per thread, beginning with chunk `encoded_` for `encode_peer_`. Chunks are
   // the outer loop, so that no owner waits for all of another's.
   void encode_next(Port& port) {
@@ -128,7 +120,7 @@ class Sra : public Algorithm {
     }
     threads_.for_each(static_cast<int>(outgoing_.size()), [&](int i) {
       auto& [peer, chunk, buffer, bytes] = outgoing_[i];
-      bytes = encode_chunk(plan_, layout_.shard(peer), *chunk, Stage::kScatter, input(peer),
+      bytes = encode_chunk(plan_, layout_.shard(peer), *chunk, Stage::kScatter, plan_.input,
                            buffer->data, gathers_ ? 0 : peer);
     });
     for (const auto& [peer, chunk, buffer, bytes] : outgoing_)
@@ -143,7 +135,6 @@ class Sra : public Algorithm {
       if (peer != plan_.rank) ready = std::min(ready, contributions_[peer].size());
     if (ready == 0) return false;
     const Shard& shard = layout_.shard(plan_.rank);
-    const std::byte* own = input(plan_.rank);
     outgoing_.clear();
     for (size_t i = 0; i < ready; ++i) {
       const Chunk& chunk = own_chunks()[reduced_ + i];
@@ -156,10 +147,10 @@ class Sra : public Algorithm {
       for (int peer = 0; peer < plan_.size; ++peer)
         if (peer != rank) arrived[peer] = {peer, contributions_[peer][i].bytes};
       if (gathers_)
-        bytes = reducers_[i].to_message(Stage::kGather, shard, *chunk, arrived, own, buffer->data,
-                                        output(rank));
+        bytes = reducers_[i].to_message(Stage::kGather, shard, *chunk, arrived, plan_.input,
+                                        buffer->data, plan_.output);
       else
-        reducers_[i].to_values(shard, *chunk, arrived, own, output(rank));
+        reducers_[i].to_values(shard, *chunk, arrived, plan_.input, plan_.output);
     });
     reduced_ += ready;
     for (auto& queue : contributions_)
@@ -176,9 +167,9 @@ class Sra : public Algorithm {
     const Chunk& chunk = shard.chunks[reduced_++];
     const BufferRef buffer = port.allocate(chunk.length[Stage::kGather].most);
     const auto bytes = static_cast<size_t>(
-        encode_chunk(plan_, shard, chunk, Stage::kGather, input(plan_.rank), buffer->data));
+        encode_chunk(plan_, shard, chunk, Stage::kGather, plan_.input, buffer->data));
     decode_chunk(plan_, shard, chunk, Stage::kGather, {plan_.rank, {buffer->data, bytes}},
-                 output(plan_.rank));
+                 plan_.output);
     send_to_all(port, buffer, bytes);
   }
 
@@ -199,7 +190,7 @@ class Sra : public Algorithm {
     threads_.for_each(static_cast<int>(ready), [&](int i) {
       const Arrival& arrival = gathered_[i];
       decode_chunk(plan_, layout_.shard(arrival.source), *chunks[i], Stage::kGather,
-                   {arrival.source, arrival.bytes}, output(arrival.source));
+                   {arrival.source, arrival.bytes}, plan_.output);
     });
     for (size_t i = 0; i < ready; ++i) gathered_.pop_front();
     return true;

@@ -121,14 +121,6 @@ const Chunk* Steps::chunk(const Shard& shard, int64_t round) {
   return round < static_cast<int64_t>(shard.chunks.size()) ? &shard.chunks[round] : nullptr;
 }
 
-// The base of a shard's offsets.
-const std::byte* Steps::input(int owner) const {
-  return plan_.input + plan_.bytes(scatters() ? layout_.block_offset(owner) : 0);
-}
-std::byte* Steps::output(int owner) const {
-  return plan_.output + plan_.bytes(gathers() ? layout_.block_offset(owner) : 0);
-}
-
 void Steps::encode(const Round& round, std::span<std::byte* const> to) const {
   const bool for_all = one_shot() || !scatters();
   const Stage stage = scatters() ? Stage::kScatter : Stage::kGather;
@@ -147,7 +139,7 @@ void Steps::encode(const Round& round, std::span<std::byte* const> to) const {
       const Runs runs(cpu, stage);
       for_runs(plan_, cpu, runs, [&](Piece piece, int64_t first) {
         const Coded coded = runs.coded(first);
-        piece.values = input(owner) + cpu.input_at + plan_.bytes(first);
+        piece.values = plan_.input + cpu.input_at + plan_.bytes(first);
         piece.message = message + coded.at;
         piece.coding = coded.coding;
         piece.block = gathers() ? 0 : owner;
@@ -186,7 +178,7 @@ void Steps::reduce(const Round& round, const Received& messages,
   for (const CpuPiece& cpu : pieces_of(layout_.shard(plan_.rank), round)) {
     const Runs scattered(cpu, Stage::kScatter), gathered(cpu, Stage::kGather);
     for_runs(plan_, cpu, scattered, [&](Piece piece, int64_t first) {
-      if (!one_shot()) piece.values = input(plan_.rank) + cpu.input_at + plan_.bytes(first);
+      if (!one_shot()) piece.values = plan_.input + cpu.input_at + plan_.bytes(first);
       const Coded coded = scattered.coded(first), reduced = gathered.coded(first);
       piece.message = at(messages, 0) + coded.at;
       piece.coding = coded.coding;
@@ -194,7 +186,7 @@ void Steps::reduce(const Round& round, const Received& messages,
       if (to_message) {
         piece.reduced = message + reduced.at;
       } else {
-        piece.result = output(plan_.rank) + cpu.output_at + plan_.bytes(first);
+        piece.result = plan_.output + cpu.output_at + plan_.bytes(first);
         piece.residual = nullptr;  // values have no quantization error
       }
       batch.add(piece);
@@ -216,7 +208,7 @@ void Steps::decode(const Round& round, const Received& messages) const {
         const Coded coded = runs.coded(first);
         piece.message = at(messages, owner) + coded.at;
         piece.coding = coded.coding;
-        piece.result = output(owner) + cpu.output_at + plan_.bytes(first);
+        piece.result = plan_.output + cpu.output_at + plan_.bytes(first);
         piece.residual = nullptr;  // already written
         batch.add(piece);
       });

@@ -50,8 +50,6 @@ class Steps {
   bool one_shot() const { return plan_.algorithm == CGX_ONE_SHOT; }
   bool scatters() const { return plan_.verb->scatters; }
   bool gathers() const { return plan_.verb->gathers; }
-  const std::byte* input(int owner) const;
-  std::byte* output(int owner) const;
 
   const Plan& plan_;
   const Layout& layout_;
