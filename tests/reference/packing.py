@@ -9,16 +9,16 @@ import numpy as np
 
 from .philox import Seeds, seeds_of
 from .segments import Segment, is_exact
-from .values import FLOAT32, Values
+from .values import Values
 
-VARIABLE = ("entropy", "lossless")  # compressors without fixed length
+# Compressors without fixed length: segments of fewer elements share messages.
+VARIABLE = {"entropy": 65_536, "lossless": 4096}
 
 
 def _is_small(segment: Segment, minimal_size: int) -> bool:
-    if segment.compressor not in VARIABLE or is_exact(segment, minimal_size):
+    if is_exact(segment, minimal_size):
         return False
-    settings = segment.settings(FLOAT32, "nearest", skip_incomplete_buckets=False)
-    return 0 < segment.numel < settings.grain
+    return 0 < segment.numel < VARIABLE.get(segment.compressor, 0)
 
 
 @dataclass(frozen=True)

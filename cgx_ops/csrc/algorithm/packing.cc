@@ -6,11 +6,11 @@
 namespace cgx {
 namespace {
 
-// Whether a segment is shorter than a block of a codec that has no fixed length.
+// Whether a segment is small for one of its codecs, which has no fixed length.
 bool is_small(const Segment& segment) {
   return segment.numel > 0 &&
          std::any_of(segment.codecs.each.begin(), segment.codecs.each.end(), [&](const auto& each) {
-           return !codec_entry(each).fixed_length && segment.numel < make_codec(each)->grain();
+           return !codec_entry(each).fixed_length && segment.numel < make_codec(each)->packs_below();
          });
 }
 

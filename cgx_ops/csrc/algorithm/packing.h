@@ -13,8 +13,8 @@ namespace cgx {
 
 class Packing {
  public:
-  // Segments with equal settings that are shorter than a message become one segment, in the place
-  // of the first and with its seed. Its values, residuals and results are in the memory of
+  // Segments with equal settings that are small (Codec::packs_below) become one segment, in the
+  // place of the first and with its seed. Its values, residuals and results are in the memory of
   // plan->packing, which stays null if there is nothing to pack. There, each rank's block of a
   // packed segment follows that of the rank before it.
   static void pack(Plan* plan);

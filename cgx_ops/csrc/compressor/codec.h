@@ -38,6 +38,8 @@ class Codec {
 
   virtual int64_t grain() const = 0;
   virtual int64_t cut() const { return grain(); }
+  // Segments of fewer values share messages, unless the length is fixed.
+  virtual int64_t packs_below() const { return grain(); }
 
   // The largest size of `numel` encoded values: the sum over their grains.
   virtual int64_t max_bytes(int64_t numel) const = 0;

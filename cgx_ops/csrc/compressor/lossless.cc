@@ -83,6 +83,8 @@ class Lossless final : public Codec {
   explicit Lossless(Dtype wire) : wire_(wire) {}
 
   int64_t grain() const override { return kBlock; }
+  // Beyond, a table that fits one segment saves more than sharing it.
+  int64_t packs_below() const override { return 4096; }
   int64_t max_bytes(int64_t numel) const override {
     return numel * width() + numel / kBlock + (numel % kBlock != 0);
   }
