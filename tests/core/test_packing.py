@@ -18,7 +18,7 @@ from support.collective_cases import DTYPES
 
 from cgx_ops import Communicator, Config, Segment
 
-# Of the same compressor, except for one; exact below 16; up to the limit of `lossless` and beyond
+# They have one compressor, except for OTHER; exact below 16; up to the limit of `lossless` and beyond
 # it. The small ones of `lossless` are longer than a block together.
 NUMELS = (17, 513, 5000, 1, 4095, 100, 0, 4096, 18_000, 4000, 4001, 3999, 63)
 OTHER = 2  # its segment has another compressor
@@ -134,7 +134,7 @@ def test_conservation_of_a_reduce_scatter(size: int) -> None:
 
     results = launch.threads(size, run)
     inputs = [values(rank, step) for rank in range(size) for step in range(steps)]
-    missing: Values = np.sum(inputs, axis=0, dtype=np.float64)
+    missing: Any = np.sum(inputs, axis=0, dtype=np.float64)
     missing -= np.sum([residual for _, residual, _ in results], axis=0, dtype=np.float64)
     missing -= [total for total, *_ in results]
     # In a step each rank's value passes at most size + 3 operations of fp32, each off by 2^-24 of

@@ -10,7 +10,8 @@ namespace {
 bool is_small(const Segment& segment) {
   return segment.numel > 0 &&
          std::any_of(segment.codecs.each.begin(), segment.codecs.each.end(), [&](const auto& each) {
-           return !codec_entry(each).fixed_length && segment.numel < make_codec(each)->packs_below();
+           return !codec_entry(each).fixed_length &&
+                  segment.numel < make_codec(each)->packs_below();
          });
 }
 
