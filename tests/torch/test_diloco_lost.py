@@ -23,6 +23,7 @@ APPLIED = {
     "one without means": (False,),
     "one without confirmation": (True,),
     "all without confirmation": (True,),
+    "confirmed": (True,),
 }
 
 
@@ -66,8 +67,8 @@ IN_REGROUP += ["first parameter", "third parameter", "last parameter"]
 LARGE = pytest.mark.slow
 
 
-def lost(average: int, victim: int | None, fault: str, joins: int = 0) -> dict[str, Any]:
-    return {"average": average, "victim": victim, "fault": fault, "joins": joins}
+def lost(average: int, victim: int | None, fault: str, joins: int = 0, **more: Any) -> Any:
+    return {"average": average, "victim": victim, "fault": fault, "joins": joins, **more}
 
 
 @pytest.mark.timeout(300)
@@ -108,6 +109,20 @@ def test_lost_twice_in_a_row(tmp_path: Path) -> None:
     for i, settings in enumerate(SETTINGS):
         twice = [lost(2, i % 4, "after confirmation"), lost(2, (i + 1) % 4, "sending")]
         scenarios.append({"size": 4, "losses": twice, "seed": i, **settings})
+    play(tmp_path, scenarios)
+
+
+@pytest.mark.timeout(300)
+def test_restored_members(tmp_path: Path) -> None:
+    """Restore one from a checkpoint while the others have an average that it does not have."""
+    scenarios = []
+    for settings in (SETTINGS[1], SETTINGS[3]):  # with a delay, so that the average is pending
+        for restores in range(3):
+            losses = [lost(1, None, "confirmed", restores=restores)]
+            scenarios.append({"size": 3, "losses": losses, **settings})
+        for fault in ("one without means", "one without confirmation", "after applying"):
+            losses = [lost(1, 3, fault, restores=1)]
+            scenarios.append({"size": 4, "losses": losses, **settings})
     play(tmp_path, scenarios)
 
 

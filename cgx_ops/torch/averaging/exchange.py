@@ -70,10 +70,13 @@ class Flight:
         return list(self.like)
 
     @property
+    def is_confirmed(self) -> bool:
+        """Whether wait() has returned the means, so that the residuals are those after them."""
+        return self._future is None
+
+    @property
     def has_means(self) -> bool:
-        """Whether this rank has the means. True also if only the confirmation failed."""
-        if self._future is None:
-            return True
+        """Whether this rank has the means, although wait() failed: the confirmation did."""
         return self._confirmation is not None and self._confirmation.has_average
 
     @full_precision()

@@ -275,10 +275,10 @@ class DiLoCo:
         `connect=False` and call this, too. Afterwards outer parameters, outer optimizer, step
         counts and the schedule are equal on all ranks, to the bit.
 
-        A pending average is applied if all remaining ranks of the old group have its means, and
-        discarded otherwise. It is not discarded if a rank has applied it, because a rank applies an
-        average only when all ranks have it. New ranks, and ranks that missed averages, continue
-        from the outer parameters, without residuals. Other parameters and residuals are unchanged.
+        A pending average is applied if all remaining ranks of the old group have its means, or one
+        has its confirmation, because then all ranks had them. It is discarded otherwise. New ranks,
+        and ranks that missed averages, continue from the outer parameters, without residuals. Ranks
+        restored from an older checkpoint missed some. Other parameters and residuals are unchanged.
 
         Args:
             process_group: the new group. None: the default group.
@@ -288,12 +288,12 @@ class DiLoCo:
             RuntimeError: a peer is late or lost. Call it again, over another group.
         """
         self._unconfirmed, self._flight = self._flight or self._unconfirmed, None
-        has_means = False
         if self._unconfirmed is not None:
-            flight = self._unconfirmed[1]
             with contextlib.suppress(RuntimeError):
-                flight.wait()
-            has_means = flight.has_means
+                self._unconfirmed[1].wait()
+            if self._unconfirmed[1].is_confirmed:  # even if a rank was restored without the means
+                self._settle(is_applied=True)
+        has_means = self._unconfirmed is not None and self._unconfirmed[1].has_means
         self.exchange.process_group = process_group
         self.exchange.connect()
         self.exchange.residuals.owner = None  # this rank's number may have changed

@@ -31,12 +31,15 @@ class Loss:
         victim: the number of the member that dies; None: the group ends without a loss.
         fault: a key of faults.FAULTS or, for average 0, of faults.IN_REGROUP.
         joins: number of new members in the next group.
+        restores: the number of the member that loads its checkpoint from the beginning of the group
+            before it regroups; None: no member does.
     """
 
     average: int
     victim: int | None
     fault: str
     joins: int = 0
+    restores: int | None = None
 
 
 @dataclass(frozen=True)
@@ -103,6 +106,8 @@ class Member:
         self._old: oracle.Oracle | None = None  # of the last group that trained
         self._before: Any = None  # what this rank had applied, and its parameters, before regroup()
         self._victims: list[int] = []  # since that group trained
+        self._checkpoint: Any = None  # of the beginning of the group
+        self._restored: int | None = None  # the member that has loaded its checkpoint
 
     def run(self) -> None:
         """Train in each group until its loss, and in the last one for two rounds."""
@@ -119,9 +124,20 @@ class Member:
                 self._train(index, self._old, loss)
             if loss is not None and loss.victim is not None:
                 self._victims.append(loss.victim)
+            self._restored = None if loss is None else loss.restores
+            if self._restored == self.number:
+                self._restore()
         self._conserves()
         dist.barrier()
         dist.destroy_process_group()
+
+    def _restore(self) -> None:
+        assert self.loop is not None
+        state, parameters = self._checkpoint
+        self.loop.load_state_dict(state)
+        with torch.no_grad():
+            for mine, saved in zip(self.loop.parameters, parameters, strict=True):
+                mine.copy_(saved)
 
     def _meet(self, index: int, members: list[int]) -> None:
         if self.loop is not None and self._before is None:
@@ -182,10 +198,14 @@ class Member:
                 assert torch.equal(p, outer.to(dtype))
             assert not self.loop.exchange.residuals.tensors
         self.applied.append(self.loop.applied)
+        self._checkpoint = self.loop.state_dict(), [p.detach().clone() for p in self.loop.parameters]
         return oracle.Oracle(self.loop, members, states)
 
     def _check_survivor(self, old: oracle.Oracle) -> None:
-        """Compare with the group's oracle before or after the average that failed."""
+        """Compare with the group's oracle before or after the average that failed.
+
+        A member that was restored is as in the checkpoint, or misses averages, as a new member does.
+        """
         loop, (applied, params) = self.loop, self._before
         self._before = None
         assert loop is not None
@@ -197,16 +217,22 @@ class Member:
         state = oracle.state_of(loop)
         oracle.same(state["outer"], want["outer"], "outer")
         oracle.same(state["momentum"], want["momentum"], "momentum")
+        is_behind = self._restored == self.number and loop.applied > applied
         if self.scenario.feedback:
             own = {n: of_ranks[rank] for n, of_ranks in want["residuals"].items()}
+            own = {n: np.zeros_like(e) for n, e in own.items()} if is_behind else own
             oracle.same(state["residuals"], own, "residuals")
-        if loop.applied > applied:  # it was applied while regrouping
+        if is_behind:
+            params = {n: old.rounded(x) for n, x in want["outer"].items()}
+        elif loop.applied > applied:  # it was applied while regrouping
             alpha = np.float32(self.scenario.alpha)
             for name in want["names"]:
                 mixed = alpha * params[name] + (np.float32(1) - alpha) * want["outer"][name]
                 params[name] = old.rounded(mixed)
         oracle.same(state["params"], params, "parameters")
         self._totals += want["sums"]
+        if self._restored is not None and loop.applied > self.applied[-1]:
+            self._victims.append(self._restored)  # it has lost its residuals
         for victim in filter(old.members.__contains__, self._victims):
             of_victim = old.members.index(victim)
             self._lost.append({n: each[of_victim] for n, each in want["residuals"].items()})
@@ -245,6 +271,9 @@ class Member:
             oracle.same(state["params"], expected.loop.params[rank], f"step {loop.steps}")
             oracle.same(state["outer"], expected.loop.anchor, f"step {loop.steps}, outer")
             if loss and loss.victim is None and sends == loss.average:
+                if loss.restores is not None:
+                    loop.state_dict()  # waits for a pending average
+                    dist.barrier()
                 return
             assert sends < 9, "no rank was lost"
         if self.scenario.feedback:
