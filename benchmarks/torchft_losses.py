@@ -1,11 +1,12 @@
 """Losses of training with torchft when replicas are lost, against an undisturbed run.
 
-    python benchmarks/torchft_losses.py --steps 300
+    python benchmarks/torchft_losses.py --steps 300 --seeds 3
 
 Five replicas train a perceptron on the handwritten digits. In the disturbed runs replicas 3 and 4
 are killed (kill -9) at a third of the steps, and replica 4 comes back. Gradients are exact, in 4
-bits, or in 2 bits with error feedback. Prints a line of JSON for each run: the mean training loss
-of replica 0 over the last 50 steps, and the accuracy. Needs torchft.
+bits, or in 2 bits with error feedback. The seed determines the batches. Prints a line of JSON for
+each run: the mean training loss of replica 0 over the last 50 steps, and the accuracy. Needs
+torchft.
 """
 
 # pyright: reportMissingImports=false, reportPrivateImportUsage=false
@@ -42,7 +43,9 @@ CONFIGS = {
 }
 
 
-def replica(name: str, index: int, dies: bool, steps: int, address: str, pipe: Connection) -> None:
+def replica(
+    name: str, index: int, dies: bool, steps: int, seed: int, address: str, pipe: Connection
+) -> None:
     """Train one replica and send what it has learnt."""
     torch.set_num_threads(1)
     group = ProcessGroup(BackendOptions(CONFIGS[name]), TIMEOUT)
@@ -53,10 +56,10 @@ def replica(name: str, index: int, dies: bool, steps: int, address: str, pipe: C
     network = DistributedDataParallel(manager, model, group)
     optimizer = torchft.Optimizer(manager, inner)
     images, test_images, labels, test_labels = digits()
-    losses, sizes = [], []
+    losses, sizes, first = [], [], seed * SIZE * steps
     while manager.current_step() < steps:
         optimizer.zero_grad()
-        random = torch.Generator().manual_seed(SIZE * manager.current_step() + index)
+        random = torch.Generator().manual_seed(first + SIZE * manager.current_step() + index)
         batch = torch.randint(len(images), (BATCH,), generator=random)
         loss = nn.functional.cross_entropy(network(images[batch]), labels[batch])
         if dies and manager.current_step() == steps // 3:
@@ -83,7 +86,7 @@ def serve(fewest: int, pipe: Connection) -> None:
     signal.pause()
 
 
-def run(name: str, disturbed: bool, steps: int) -> dict[str, Any]:
+def run(name: str, disturbed: bool, steps: int, seed: int) -> dict[str, Any]:
     """Train all replicas; return what replica 0 has learnt."""
     context = multiprocessing.get_context("fork")  # the imports are done
     mine, theirs = context.Pipe(duplex=False)
@@ -95,7 +98,9 @@ def run(name: str, disturbed: bool, steps: int) -> dict[str, Any]:
     def start(index: int, dies: bool) -> tuple[Any, Connection]:
         mine, theirs = context.Pipe(duplex=False)
         process = context.Process(
-            target=replica, args=(name, index, dies, steps, address, theirs), daemon=True
+            target=replica,
+            args=(name, index, dies, steps, seed, address, theirs),
+            daemon=True,
         )
         process.start()
         theirs.close()
@@ -119,8 +124,8 @@ def run(name: str, disturbed: bool, steps: int) -> dict[str, Any]:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Losses with lost replicas.")
     parser.add_argument("--steps", type=int, default=300)
-    steps = parser.parse_args().steps
-    for name in CONFIGS:
-        for disturbed in (False, True):
-            facts = {"gradients": name, "disturbed": disturbed} | run(name, disturbed, steps)
-            print(json.dumps(facts), flush=True)
+    parser.add_argument("--seeds", type=int, default=1)
+    options = parser.parse_args()
+    for seed, name, disturbed in itertools.product(range(options.seeds), CONFIGS, (False, True)):
+        facts = {"seed": seed, "gradients": name, "disturbed": disturbed}
+        print(json.dumps(facts | run(name, disturbed, options.steps, seed)), flush=True)

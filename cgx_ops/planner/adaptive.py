@@ -14,6 +14,7 @@ AdaptiveBits uses no framework. cgx_ops.torch.ddp passes statistics bucket by bu
 program returns them (cgx_ops.jax.statistics), and its rules are static arguments.
 """
 
+import copy
 import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Literal, NamedTuple
@@ -258,6 +259,15 @@ class AdaptiveBits:
         self._arrived = [each for each in self._arrived if set(each.names) <= set(names)]
         if not set(self._names) <= set(names):
             self._names, self._sums, self._seen, self._counted = (), [], 0, 0
+
+    def adopt(self, other: "AdaptiveBits") -> None:
+        """Continue from the bits and the statistics of another object, with this one's settings.
+
+        Args:
+            other: That of a rank which has seen more averages.
+        """
+        state = vars(copy.deepcopy(other))
+        vars(self).update({name: x for name, x in state.items() if name not in _SETTINGS})
 
     # ---- Bits ------------------------------------------------------------------------------------
 

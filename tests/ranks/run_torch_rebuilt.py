@@ -5,7 +5,7 @@
 "reconfigure": the group is the same object all the time, as is possible from torch 2.14 on.
 
 Processes 0, 1 and 2 average first. Then process 1 leaves, and 0, 2 and 3 continue as a group of the
-same size: process 2 has another rank, and process 3 receives the state of process 0. Each process
+same size: process 2 has another rank, and its last step does not count, and process 3 receives the state of process 0. Each process
 saves its sums, from which the test computes what was conserved.
 """
 
@@ -23,16 +23,28 @@ from torch.nn.parallel import DistributedDataParallel
 
 import cgx_ops.torch  # noqa: F401  (registers the backend)
 from cgx_ops import Config
+from cgx_ops.planner import AdaptiveBits
 from cgx_ops.torch import ddp
 
 dist: Any = distributed  # torch 2.13 has no annotations of what reconfigures groups
 RECONFIGURE = sys.argv[2:] == ["reconfigure"]
 TIMEOUT = datetime.timedelta(seconds=60)
 FIRST, SECOND, SIZE, STEPS, NUMEL = (0, 1, 2), (0, 2, 3), 3, 20, 1000
+BEHIND = 2  # the process whose last step among the first ones fails
 PROCESS, FOLDER = int(os.environ["RANK"]), Path(sys.argv[1])
 MAKERS: dict[str, Any] = {
     "quantized": lambda: (
         ddp.QuantizedAllreduceState(config=Config(bits=2, compressor="levels", bucket_size=64)),
+        ddp.quantized_allreduce_hook,
+    ),
+    "adaptive": lambda: (
+        ddp.QuantizedAllreduceState(
+            config=Config(bits=4), adaptive=AdaptiveBits(every=4, samples=4, budget="norm")
+        ),
+        ddp.quantized_allreduce_hook,
+    ),
+    "randk": lambda: (  # ranks must draw the same indices
+        ddp.QuantizedAllreduceState(config=Config(compressor="randk")),
         ddp.quantized_allreduce_hook,
     ),
     "power_sgd": lambda: (ddp.PowerSGDState(None, start_powerSGD_iter=2), ddp.power_sgd_hook),
@@ -116,6 +128,13 @@ class Run:
         self.applied += total
         self.largest = np.maximum(self.largest, np.abs(total) + np.abs(self.residual()))
 
+    def fail_last_step(self) -> None:
+        """Set the counts to what they are if the last step fails on this process only."""
+        self.state.steps -= 1
+        adaptive = getattr(self.state, "adaptive", None)
+        if adaptive is not None:
+            adaptive._arrived, adaptive.bits, adaptive.changes = [], {}, 0
+
     def residual(self) -> np.ndarray:
         kept = self.state.residuals.tensors.get("weight")
         return np.zeros(NUMEL) if kept is None else kept.double().numpy().flatten()
@@ -141,6 +160,9 @@ def main() -> None:
         dist.destroy_process_group()
         return
 
+    if PROCESS == BEHIND:
+        for run in runs:
+            run.fail_last_step()
     connect("second", SECOND)
     for run, old in zip(runs, before, strict=PROCESS in FIRST):
         communicator, _, residual = old
@@ -151,9 +173,10 @@ def main() -> None:
         dist.broadcast_object_list(sent, src=0)
         if PROCESS not in FIRST:
             run.state.load_state_dict(sent[0])
-        assert run.state.steps == STEPS
+        assert run.state.steps == STEPS - (PROCESS == BEHIND)
     for run in runs:
         run.step(run.state, range(STEPS, 2 * STEPS - 1))
+        assert run.state.steps == 2 * STEPS - 1
     saved = [run.state.state_dict() for run in runs]
     last = range(2 * STEPS - 1, 2 * STEPS)
     averages = [run.step(run.state, last) for run in runs]

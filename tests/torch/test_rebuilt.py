@@ -21,7 +21,7 @@ def test_state_survives(tmp_path: Path, how: str) -> None:
     if how == "reconfigure" and not hasattr(dist, "_reconfigure"):
         pytest.skip("torch reconfigures groups from 2.14 on")
     launch.processes(4, "run_torch_rebuilt.py", tmp_path, how, timeout=100)
-    for method in ("quantized", "power_sgd", "deep_gradient"):
+    for method in ("quantized", "adaptive", "randk", "power_sgd", "deep_gradient"):
         saved = [dict(np.load(tmp_path / f"{method} {i}.npz")) for i in range(4)]
         first = saved[0]
         for i in (*SURVIVORS, NEW):

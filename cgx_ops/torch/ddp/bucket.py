@@ -92,6 +92,7 @@ def inspect_bucket(hook: str, state: HookState, bucket: GradBucket) -> BucketInf
             'torch._dynamo.config.optimize_ddp = "python_reducer" there are no buckets: use '
             "cgx_ops.torch.compress_collectives() there"
         )
+    state.agree()
     buffer, parameters = bucket.buffer(), bucket.parameters()
     wrappers = models.wrappers_of(parameters)
     refusal = _check_once(hook, state, wrappers)

@@ -87,6 +87,7 @@ class PlannedAllreduceState(HookState):
     """
 
     kept = (*HookState.kept, "plan")
+    agreed = (*HookState.agreed, "plan")
 
     def __init__(
         self,

@@ -94,6 +94,7 @@ class QuantizedAllreduceState(HookState):
     """
 
     kept = (*HookState.kept, "unsupported", "auto_bits", "adaptive")
+    agreed = (*HookState.agreed, "adaptive")
 
     def __init__(
         self,
@@ -130,6 +131,17 @@ class QuantizedAllreduceState(HookState):
         """Reset the attributes that belong to this process."""
         super().connect()
         self._adaptation: Adaptation | None = None
+
+    def adopt(self, counts: dict[str, Any]) -> None:
+        """Take the counts of another rank, and its adaptive bits.
+
+        Args:
+            counts: its attributes in `agreed`, by name.
+        """
+        ahead = counts.pop("adaptive")
+        super().adopt(counts)
+        if self.adaptive is not None and ahead is not None:
+            self.adaptive.adopt(ahead)
 
     def adaptation(self, used: Config) -> Adaptation | None:
         """Return the adaptation of the bits of layers that use a config.

@@ -2,9 +2,10 @@
 
 import weakref
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
+import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from cgx_ops._core.log import Tensors
@@ -22,17 +23,46 @@ class HookState(AveragingState):
     It is compared with the model at the model's first bucket.
 
     Attributes:
+        agreed: names of the attributes that are equal on all ranks, and change with each step.
         loaded: how a checkpoint was loaded that was not compared with a model yet, "strictly" or
             "partly"; else "".
         checked: the models that the state was compared with.
     """
 
+    agreed: ClassVar[tuple[str, ...]] = ("steps",)
     loaded: Literal["", "strictly", "partly"] = ""
+    _has_averaged = False  # in this process
 
     def connect(self) -> None:
         """Reset the attributes that belong to this process."""
         super().connect()
+        self._agrees = False
         self.checked: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
+
+    def agree(self) -> None:
+        """Make the ranks continue from equal counts. Collective in the first call over a group.
+
+        If members have changed, a step may have failed on some of them only. Then all take the
+        counts of the member that is ahead. New ranks are never ahead.
+        """
+        group = self.group
+        if self._agrees:
+            return
+        mine = self._has_averaged, {name: getattr(self, name) for name in self.agreed}
+        everyones: list[Any] = [mine] * group.size()
+        if group.size() > 1:
+            dist.all_gather_object(everyones, mine, group)
+        if members := [counts for has_averaged, counts in everyones if has_averaged]:
+            self.adopt(max(members, key=lambda counts: counts["steps"]))
+        self._agrees = self._has_averaged = True
+
+    def adopt(self, counts: dict[str, Any]) -> None:
+        """Take the counts of another rank.
+
+        Args:
+            counts: its attributes in `agreed`, by name.
+        """
+        self.__dict__.update(counts)
 
     def report(self, found: Sequence[Layer]) -> None:
         """Log that training starts, and how each layer is sent.

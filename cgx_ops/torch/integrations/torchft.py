@@ -235,6 +235,9 @@ class ManagedState(QuantizedAllreduceState):
         self.sent: dict[str, torch.Tensor] = {}
         self.attempted = -1
 
+    def agree(self) -> None:
+        """Do nothing: the Manager's step is equal on all replicas of a quorum."""
+
     def begin(self) -> None:
         """Begin a step: use or drop the residuals of the last one."""
         self._settle()
