@@ -5,8 +5,9 @@
 "reconfigure": the group is the same object all the time, as is possible from torch 2.14 on.
 
 Processes 0, 1 and 2 average first. Then process 1 leaves, and 0, 2 and 3 continue as a group of the
-same size: process 2 has another rank, and its last step does not count, and process 3 receives the state of process 0. Each process
-saves its sums, from which the test computes what was conserved.
+same size: process 2 has another rank, and does not count its last step, as if that had failed there
+only. Process 3 receives the state of process 0. Each process saves its sums, from which the test
+computes what was conserved.
 """
 
 import datetime

@@ -1,15 +1,17 @@
 """HookState: the part of a communication hook's state that all hooks share."""
 
+import pickle
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, ClassVar, Literal
 
 import torch
-import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from cgx_ops._core.exchange import exchange
 from cgx_ops._core.log import Tensors
 from cgx_ops.errors import InvalidArgument
+from cgx_ops.torch.averaging.exact import gather_over
 from cgx_ops.torch.averaging.layers import Layer, segments_of
 from cgx_ops.torch.averaging.loaded import require_layers
 from cgx_ops.torch.averaging.reports import report_layers, report_start
@@ -49,12 +51,14 @@ class HookState(AveragingState):
         if self._agrees:
             return
         mine = self._has_averaged, {name: getattr(self, name) for name in self.agreed}
-        everyones: list[Any] = [mine] * group.size()
-        if group.size() > 1:
-            dist.all_gather_object(everyones, mine, group)
+        gather = gather_over(group) if self.carrier == "c10d" else self._gather
+        everyones = [pickle.loads(theirs) for theirs in gather(pickle.dumps(mine))]
         if members := [counts for has_averaged, counts in everyones if has_averaged]:
             self.adopt(max(members, key=lambda counts: counts["steps"]))
         self._agrees = self._has_averaged = True
+
+    def _gather(self, mine: bytes) -> Sequence[bytes]:
+        return exchange(mine, f"{type(self).__name__}/counts", self.communicator())
 
     def adopt(self, counts: dict[str, Any]) -> None:
         """Take the counts of another rank.

@@ -198,13 +198,16 @@ class Member:
                 assert torch.equal(p, outer.to(dtype))
             assert not self.loop.exchange.residuals.tensors
         self.applied.append(self.loop.applied)
-        self._checkpoint = self.loop.state_dict(), [p.detach().clone() for p in self.loop.parameters]
+        self._checkpoint = (
+            self.loop.state_dict(),
+            [p.detach().clone() for p in self.loop.parameters],
+        )
         return oracle.Oracle(self.loop, members, states)
 
     def _check_survivor(self, old: oracle.Oracle) -> None:
         """Compare with the group's oracle before or after the average that failed.
 
-        A member that was restored is as in the checkpoint, or misses averages, as a new member does.
+        A member that was restored is as in the checkpoint or, if it missed averages, as a new one.
         """
         loop, (applied, params) = self.loop, self._before
         self._before = None
