@@ -18,7 +18,9 @@ from pathlib import Path
 import numpy as np
 from support.file_store import allgather_by_files
 
-from cgx_ops import CgxError, Communicator, Config, Unsupported
+from cgx_ops import CgxError, Communicator, Config, MismatchError, Unsupported
+from cgx_ops._core import library
+from cgx_ops._core.consistency import Gather
 
 FOLDER, TRANSPORT = Path(sys.argv[1]), sys.argv[2]
 RANK, SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -88,6 +90,36 @@ DEATHS: tuple[Callable[[Communicator], None], ...] = (
 )
 
 
+def as_version(version: str, gather: Gather, rank: int) -> Gather:
+    """Return an allgather through which this process and its peers differ in their version."""
+    own, other = (text.encode().ljust(32, b"\0") for text in (library.version(), version))
+
+    def exchange(mine: bytes) -> Sequence[bytes]:
+        if not mine.startswith(own):  # not a first message
+            return gather(mine)
+        blobs = gather(mine.replace(own, other, 1))
+        # A process of that version would find its own in its own blob only.
+        return [mine if i == rank else blob.replace(own, other, 1) for i, blob in enumerate(blobs)]
+
+    return exchange
+
+
+def refuses_another_version(members: Sequence[int]) -> None:
+    """Let the last member have another version: all raise, and can connect without it."""
+    rank, size, last = members.index(RANK), len(members), members[-1]
+    gather = allgather_by_files(FOLDER, rank, size, "another version")
+    if last == RANK:
+        gather = as_version("99.1", gather, rank)
+    other = 0 if last == RANK else size - 1
+    try:
+        Communicator.create(rank, size, gather, "group", transport=TRANSPORT, elastic=True)
+        raise AssertionError("no error")
+    except MismatchError as error:
+        assert f"this rank runs cgx {library.version()}, rank {other} cgx 99.1" in str(error), error
+    if last != RANK:
+        connect(members[:-1], "without it").close()
+
+
 def main() -> None:
     members = list(range(SIZE))
     fresh = {}
@@ -120,6 +152,7 @@ def main() -> None:
             assert np.concatenate(expected).tobytes() == wanted.tobytes()
         print(f"{death.__name__}: ok", flush=True)
     communicator.close()
+    refuses_another_version(members)
     try:
         connect(members, "by MPI", "MPI")
         raise AssertionError("no error")

@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import cgx_ops.torch  # noqa: F401  (registers the backend)
 from cgx_ops import Config
+from cgx_ops._core import library
 from cgx_ops.planner import AdaptiveBits
 from cgx_ops.torch import ddp
 
@@ -95,7 +96,7 @@ def reconfigure(name: str, processes: tuple[int, ...]) -> None:
         )  # fmt: skip
     store.set(f"{name} {PROCESS}", dist._get_reconfigure_handle())
     handles = [store.get(f"{name} {process}").decode() for process in processes]
-    uuid = ("first", "second", "fresh").index(name)
+    uuid = ("first", "second", "fresh", "refused").index(name)
     dist._reconfigure(uuid, handles, timeout=TIMEOUT).wait()
 
 
@@ -147,6 +148,22 @@ class Run:
         )  # fmt: skip
 
 
+def refuses_another_version() -> None:
+    """Connect while process 3 has another version of cgx_ops; all processes raise."""
+    own = library.version()
+    dist.destroy_process_group()
+    if SECOND[-1] == PROCESS:
+        setattr(library, "version", lambda: "99.1")  # noqa: B010
+    try:
+        connect("refused", SECOND)
+    except dist.DistBackendError as error:
+        assert f"rank 0 has cgx_ops {own}, rank 2 has 99.1" in str(error), error
+    else:
+        raise AssertionError("no error")
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
 def main() -> None:
     runs = [Run(method) for method in MAKERS]
     before = []
@@ -187,7 +204,7 @@ def main() -> None:
         fresh, _ = MAKERS[run.method]()
         fresh.load_state_dict(state)
         run.save(average=average.numpy(), fresh=run.step(fresh, last).numpy())
-    dist.destroy_process_group()
+    refuses_another_version()
 
 
 if __name__ == "__main__":

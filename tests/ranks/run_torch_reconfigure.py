@@ -26,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import cgx_ops
 from cgx_ops import Config, communicator
+from cgx_ops._core import library
 from cgx_ops.planner import AdaptiveBits
 from cgx_ops.torch import BackendOptions, all_gather, ddp
 
@@ -264,12 +265,29 @@ def refuses_another_config() -> None:
     options = BackendOptions(Config(bits=bits), compress="all")
     dist.destroy_process_group()
     start(options)
-    with fails("bits", "Use the same BackendOptions"):
+    with fails("rank 0 has bits 4, rank 3 has 8", "BackendOptions"):
         join(range(SIZE))
     dist.destroy_process_group()
     start()
     join(range(SIZE))
     digest()
+
+
+def refuses_another_version() -> None:
+    """A newcomer with another version of cgx_ops: the others continue without it."""
+    join([0, 1, 2, 4], [3])
+    before, version = digest(), library.version
+    dist.destroy_process_group()
+    if RANK == 3:
+        setattr(library, "version", lambda: "99.1")  # noqa: B010
+    start()
+    with fails(f"rank 0 has cgx_ops {version()}, rank 3 has 99.1"):
+        join(range(SIZE))
+    join([0, 1, 2, 4], [3])
+    assert digest() == before
+    dist.destroy_process_group()
+    setattr(library, "version", version)  # noqa: B010
+    start()
 
 
 def survives_kills() -> None:
@@ -308,6 +326,7 @@ CHECKS: tuple[Callable[[], None], ...] = (
     an_abort_of_another_thread_ends_only_the_old_group,
     refuses_bad_input,
     refuses_another_config,
+    refuses_another_version,
     survives_kills,
 )
 

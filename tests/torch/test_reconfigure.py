@@ -22,7 +22,7 @@ def test_members_change(tmp_path: Path) -> None:
     for output in outputs[:3]:  # the others are killed in the last check
         assert "OK" in output.splitlines(), "\n".join(outputs)
     for output in outputs[3:]:
-        assert "refuses_another_config: ok" in output, output
+        assert "refuses_another_version: ok" in output, output
 
 
 @needs_reconfigure

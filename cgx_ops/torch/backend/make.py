@@ -25,8 +25,8 @@ class Chosen:
     """What BackendOptions say about creating a group.
 
     Attributes:
-        compared: options that must be equal on all ranks. Empty: they come from another group,
-            where they were compared.
+        compared: version and options that must be equal on all ranks. Empty: they come from another
+            group, where they were compared.
         transport: the name of the transport, or None.
         measure: called on every rank once they are connected, or None.
     """
@@ -203,7 +203,7 @@ def _connect(
 
 
 def _require_same_options(name: str, chosen: Chosen, gather: Gather) -> None:
-    """Raise on every rank if ranks have different compression options.
+    """Raise on every rank if ranks have different versions or compression options.
 
     With different options, ranks could wait for each other: some would use the DDP hook, others
     not.
@@ -214,8 +214,9 @@ def _require_same_options(name: str, chosen: Chosen, gather: Gather) -> None:
         f"the backend cgx, group '{name}'",
         chosen.compared,
         gather,
-        "Use the same BackendOptions and the same CGX_* variables on all ranks. mpirun forwards a "
-        "variable to other hosts only if you name it: mpirun -x CGX_COMPRESSION_QUANTIZATION_BITS",
+        "Use the same version of cgx_ops, BackendOptions and CGX_* variables on all ranks. mpirun "
+        "forwards a variable to other hosts only if you name it: mpirun -x "
+        "CGX_COMPRESSION_QUANTIZATION_BITS",
         error=dist.DistBackendError,
     )
 

@@ -37,7 +37,7 @@ import torch
 import torch.distributed as dist
 
 from cgx_ops import Communicator, Config, _torch_ops
-from cgx_ops._core import environment
+from cgx_ops._core import environment, library
 from cgx_ops._core.tables import EXACT_BITS
 from cgx_ops.autotune import require_choice, verdict_of
 from cgx_ops.config import check_config
@@ -348,7 +348,8 @@ def make_backend(
 
 def _chosen(chosen: BackendOptions, options: _torch_ops.Options) -> make.Chosen:
     return make.Chosen(
-        compared=asdict(chosen.config)
+        compared={"cgx_ops": library.version()}
+        | asdict(chosen.config)
         | {"compress": chosen.compress, "auto_bits": chosen.auto_bits},
         transport=chosen.transport,
         measure=functools.partial(_measure, chosen, options) if chosen.auto_bits else None,
