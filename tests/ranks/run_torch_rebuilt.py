@@ -131,7 +131,7 @@ class Run:
         self.largest = np.maximum(self.largest, np.abs(total) + np.abs(self.residual()))
 
     def fail_last_step(self) -> None:
-        """Set the counts to what they are if the last step fails on this process only."""
+        """Set the counts as after a last step that fails on this process only."""
         self.state.steps -= 1
         adaptive = getattr(self.state, "adaptive", None)
         if adaptive is not None:

@@ -134,7 +134,6 @@ IN_REGROUP: dict[str, Callable[[], None]] = {
 # By name: for the victim, and for the survivor with the lowest number, or all of ON_ALL.
 FAULTS: dict[str, tuple[Fault, Fault]] = {
     "none": (nothing, nothing),
-    "confirmed": (nothing, nothing),
     "before send": (before_send, nothing),
     "sending": (sending, nothing),
     "before confirmation": (before_confirmation, nothing),
