@@ -15,6 +15,7 @@
 #include "cgx/cgx.h"
 #include "coalesced.h"
 #include "kernels.h"
+#include "raising.h"
 #include "sharded.h"
 #include "status.h"
 #include "tracing.h"
@@ -105,39 +106,39 @@ TORCH_LIBRARY(cgx, m) {
 #undef CGX_FIRST_OPTIONS
 
 TORCH_LIBRARY_IMPL(cgx, CompositeImplicitAutograd, m) {
-  m.impl("quantized_allreduce", quantized_allreduce);
-  m.impl("quantized_allreduce_", quantized_allreduce_);
-  m.impl("quantized_allreduce_coalesced", quantized_allreduce_coalesced);
-  m.impl("quantized_allreduce_with_feedback", quantized_allreduce_with_feedback);
-  m.impl("quantized_allreduce_coalesced_with_feedback",
-         quantized_allreduce_coalesced_with_feedback);
-  m.impl("quantized_reduce_scatter", quantized_reduce_scatter);
-  m.impl("quantized_reduce_scatter_with_feedback", quantized_reduce_scatter_with_feedback);
-  m.impl("quantized_all_gather", quantized_all_gather);
-  m.impl("quantized_all_to_all", quantized_all_to_all);
+  impl_raising<quantized_allreduce>(m, "quantized_allreduce");
+  impl_raising<quantized_allreduce_>(m, "quantized_allreduce_");
+  impl_raising<quantized_allreduce_coalesced>(m, "quantized_allreduce_coalesced");
+  impl_raising<quantized_allreduce_with_feedback>(m, "quantized_allreduce_with_feedback");
+  impl_raising<quantized_allreduce_coalesced_with_feedback>(
+      m, "quantized_allreduce_coalesced_with_feedback");
+  impl_raising<quantized_reduce_scatter>(m, "quantized_reduce_scatter");
+  impl_raising<quantized_reduce_scatter_with_feedback>(m, "quantized_reduce_scatter_with_feedback");
+  impl_raising<quantized_all_gather>(m, "quantized_all_gather");
+  impl_raising<quantized_all_to_all>(m, "quantized_all_to_all");
 }
 
 // No operator is tagged cudagraph_unsafe; torch's own collectives are not either. Compilers capture
 // a start and its wait in a CUDA graph. The tag would exclude the start but not the wait, which is
 // torch's operator. If a communicator does not support capture, the core returns an error.
 static void impl_collectives(torch::Library& m) {
-  m.impl("quantized_all_reduce", all_reduce_kernel);
-  m.impl("quantized_all_reduce_start", start_kernel);
-  m.impl("quantized_all_reduce_start.borrow", borrow_kernel);
-  m.impl("quantized_all_reduce_coalesced", all_reduce_coalesced_kernel);
-  m.impl("quantized_all_reduce_coalesced_start", start_coalesced_kernel);
-  m.impl("quantized_reduce_scatter_tensor", reduce_scatter_kernel);
-  m.impl("quantized_reduce_scatter_tensor_start", start_reduce_scatter_kernel);
-  m.impl("quantized_reduce_scatter_tensor_start.borrow", borrow_reduce_scatter_kernel);
-  m.impl("quantized_all_gather_into_tensor", all_gather_kernel);
-  m.impl("quantized_all_gather_into_tensor_start", start_all_gather_kernel);
-  m.impl("quantized_all_gather_into_tensor_start.borrow", borrow_all_gather_kernel);
-  m.impl("quantized_all_to_all_single", all_to_all_kernel);
-  m.impl("quantized_all_to_all_single_start", start_all_to_all_kernel);
-  m.impl("quantized_all_to_all_single_start.borrow", borrow_all_to_all_kernel);
-  m.impl("carried_encode", carried_encode_kernel);
-  m.impl("carried_reduce", carried_reduce_kernel);
-  m.impl("carried_decode", carried_decode_kernel);
+  impl_raising<all_reduce_kernel>(m, "quantized_all_reduce");
+  impl_raising<start_kernel>(m, "quantized_all_reduce_start");
+  impl_raising<borrow_kernel>(m, "quantized_all_reduce_start.borrow");
+  impl_raising<all_reduce_coalesced_kernel>(m, "quantized_all_reduce_coalesced");
+  impl_raising<start_coalesced_kernel>(m, "quantized_all_reduce_coalesced_start");
+  impl_raising<reduce_scatter_kernel>(m, "quantized_reduce_scatter_tensor");
+  impl_raising<start_reduce_scatter_kernel>(m, "quantized_reduce_scatter_tensor_start");
+  impl_raising<borrow_reduce_scatter_kernel>(m, "quantized_reduce_scatter_tensor_start.borrow");
+  impl_raising<all_gather_kernel>(m, "quantized_all_gather_into_tensor");
+  impl_raising<start_all_gather_kernel>(m, "quantized_all_gather_into_tensor_start");
+  impl_raising<borrow_all_gather_kernel>(m, "quantized_all_gather_into_tensor_start.borrow");
+  impl_raising<all_to_all_kernel>(m, "quantized_all_to_all_single");
+  impl_raising<start_all_to_all_kernel>(m, "quantized_all_to_all_single_start");
+  impl_raising<borrow_all_to_all_kernel>(m, "quantized_all_to_all_single_start.borrow");
+  impl_raising<carried_encode_kernel>(m, "carried_encode");
+  impl_raising<carried_reduce_kernel>(m, "carried_reduce");
+  impl_raising<carried_decode_kernel>(m, "carried_decode");
 }
 
 TORCH_LIBRARY_IMPL(cgx, CPU, m) {
@@ -205,23 +206,37 @@ int64_t call_size_group(const std::string& name) {
 
 pybind11::function* make_error = nullptr;  // never destroyed
 
-// Registered before torch's own translator, which would treat a RankFailure as any
-// DistBackendError.
+// The caller holds the GIL.
+void set_error(const cgx::torch_ops::RankFailure& failure) {
+  const pybind11::object error =
+      (*make_error)(static_cast<int>(failure.status), failure.what_without_backtrace());
+  PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error.ptr())), error.ptr());
+}
+
+// For all but operators (raising.h). Registered before torch's own translator, which would treat a
+// RankFailure as any DistBackendError.
 void translate(std::exception_ptr thrown) {
   try {
     if (thrown) std::rethrow_exception(std::move(thrown));
   } catch (const cgx::torch_ops::RankFailure& failure) {
-    const pybind11::object error =
-        (*make_error)(static_cast<int>(failure.status), failure.what_without_backtrace());
-    PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error.ptr())), error.ptr());
+    set_error(failure);
   }
 }
 
 }  // namespace
 
 namespace cgx::torch_ops {
+
 void bind_backend(pybind11::module_& module);  // backend_module.cc
+
+void raise(const RankFailure& failure) {
+  if (!make_error) throw RankFailure(failure);
+  const pybind11::gil_scoped_acquire gil;
+  set_error(failure);
+  throw pybind11::error_already_set();
 }
+
+}  // namespace cgx::torch_ops
 
 PYBIND11_MODULE(_torch_ops, m) {
   m.doc() = "The compiled part of cgx_ops.torch: importing it registers torch.ops.cgx.*.";

@@ -91,14 +91,20 @@ def compile_as_constants(*classes: type) -> None:
     method `__fx_repr__`. In a torch without such types, Dynamo traces the classes' own code.
     """
     try:
-        from torch._library.opaque_object import MemberType, register_opaque_type
+        from torch._library import opaque_object
     except ImportError:
         return
+    kind = "constant"
+    register: Any = getattr(opaque_object, "register_custom_class", None)
+    if register is None:  # before torch 2.14
+        kind, register = "value", opaque_object.register_opaque_type
     for each in classes:
         names = {name for name in dir(each) if not name.startswith("__")}
-        members = dict.fromkeys(names | {"__str__", "__repr__", "__eq__"}, MemberType.USE_REAL)
+        members = dict.fromkeys(
+            names | {"__str__", "__repr__", "__eq__"}, opaque_object.MemberType.USE_REAL
+        )
         try:
-            register_opaque_type(each, typ="value", members=members)
+            register(each, typ=kind, members=members)
         except TypeError:  # torch 2.11 only accepts classes with its metaclass
             return
 
