@@ -18,8 +18,8 @@ from support.collective_cases import DTYPES
 
 from cgx_ops import Communicator, Config, Segment
 
-# They have one compressor, except for OTHER; exact below 16; up to the limit of `lossless` and beyond
-# it. The small ones of `lossless` are longer than a block together.
+# They have one compressor, except for OTHER; exact below 16; up to the limit of `lossless` and
+# beyond it. The small ones of `lossless` are longer than a block together.
 NUMELS = (17, 513, 5000, 1, 4095, 100, 0, 4096, 18_000, 4000, 4001, 3999, 63)
 OTHER = 2  # its segment has another compressor
 KNOBS: dict[str, tuple[str, dict[str, Any]]] = {
