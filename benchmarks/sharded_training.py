@@ -3,10 +3,11 @@
     mpirun -np 4 python sharded_training.py [--json FILE]
 
 A transformer of about 1.5 million parameters predicts the next character of Python's standard
-library, with AdamW. For the settings of HSDP the ranks count as two hosts.
+library, with AdamW. The ranks count as two hosts.
 """
 
 import argparse
+import os
 import statistics
 import time
 from dataclasses import asdict, dataclass
@@ -14,6 +15,7 @@ from dataclasses import asdict, dataclass
 import small_tasks
 import torch
 import torch.distributed as dist
+from mpi4py import MPI
 from sharded_models import SETTINGS, Setting, sharded
 from torch import nn
 
@@ -75,6 +77,8 @@ def main() -> None:
     parser.add_argument("--json", metavar="FILE")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    ranks = MPI.COMM_WORLD
+    os.environ["CGX_HOST_ID"] = str(ranks.rank * HOSTS // ranks.size)
     dist.init_process_group("cgx")
     task = small_tasks.code(CONTEXT, WIDTH, LAYERS, BATCH)
     found = []
