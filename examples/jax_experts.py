@@ -39,8 +39,8 @@ REPLICAS = {"inner": P(), "gate": P(), "out": P()}
 SPECS = {**REPLICAS, "first": P("data"), "second": P("data")}  # the experts' two layers
 
 
-def initial() -> Weights:
-    random = np.random.default_rng(0)
+def initial(seed: int) -> Weights:
+    random = np.random.default_rng(seed)
 
     def layer(*shape: int) -> Any:
         return random.normal(0, (2 / shape[-2]) ** 0.5, shape).astype(np.float32)
@@ -84,7 +84,7 @@ def scores(weights: Weights, images: jax.Array, bits: int) -> tuple[jax.Array, j
     return tokens @ weights["out"], imbalance
 
 
-def train(mesh: jax.sharding.Mesh, bits: int, epochs: int) -> dict[str, Any]:
+def train(mesh: jax.sharding.Mesh, bits: int, epochs: int, seed: int) -> dict[str, Any]:
     def loss_of(weights: Weights, images: jax.Array, labels: jax.Array) -> tuple[Any, Any]:
         found, imbalance = scores(weights, images, bits)
         logs = jax.nn.log_softmax(found)
@@ -119,7 +119,7 @@ def train(mesh: jax.sharding.Mesh, bits: int, epochs: int) -> dict[str, Any]:
         return lax.pmean((scores(weights, images, bits)[0].argmax(1) == labels).mean(), "data")
 
     shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), SPECS)
-    weights = jax.tree.map(on_mesh, initial(), shardings)
+    weights = jax.tree.map(on_mesh, initial(seed), shardings)
     velocity = jax.tree.map(jnp.zeros_like, weights)
     curve = []
     for epoch in range(epochs):
@@ -142,9 +142,10 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Digits with a mixture of experts, in JAX.")
     parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--bits", type=int, nargs="+", default=[32, 8, 4])
+    parser.add_argument("--seed", type=int, default=0, help="of the weights")
     arguments = parser.parse_args()
     use_cpu_devices(DEVICES // cgx_ops.init().size)
     cgx_ops.jax.initialize()
     experts = jax.make_mesh((DEVICES,), ("data",), (AxisType.Auto,))
     for bits in arguments.bits:
-        say(**train(experts, bits, arguments.epochs))
+        say(**train(experts, bits, arguments.epochs, arguments.seed))
