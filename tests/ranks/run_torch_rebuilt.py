@@ -58,14 +58,15 @@ MAKERS: dict[str, Any] = {
 
 
 class Given(nn.Module):
-    """A layer whose gradient is its input."""
+    """A layer whose gradient is its input. That of its bias, which is exact, is the first row."""
 
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(NUMEL // 20, 20))
+        self.bias = nn.Parameter(torch.zeros(20))
 
     def forward(self, gradient: torch.Tensor) -> torch.Tensor:
-        return (self.weight * gradient).sum()
+        return (self.weight * gradient).sum() + self.bias @ gradient[0]
 
 
 def values(step: int) -> torch.Tensor:
@@ -115,13 +116,17 @@ class Run:
         model.register_comm_hook(state, self.hook)
         gradient = torch.zeros(0)
         for step in steps:
-            layer.weight.grad = None
+            layer.weight.grad = layer.bias.grad = None
             given = values(step)
             model(given).backward()
             assert layer.weight.grad is not None
             gradient = layer.weight.grad.flatten().clone()
             if state is self.state:
                 self.count(given, gradient)
+        assert layer.bias.grad is not None
+        everyones: list[Any] = [None] * SIZE
+        dist.all_gather_object(everyones, layer.bias.grad.tolist())
+        assert everyones == SIZE * everyones[:1], self.method
         return gradient
 
     def count(self, given: torch.Tensor, average: torch.Tensor) -> None:
@@ -133,6 +138,8 @@ class Run:
     def fail_last_step(self) -> None:
         """Set the counts as after a last step that fails on this process only."""
         self.state.steps -= 1
+        if self.method == "deep_gradient":
+            self.state.momenta.tensors["bias"].zero_()
         adaptive = getattr(self.state, "adaptive", None)
         if adaptive is not None:
             adaptive._arrived, adaptive.bits, adaptive.changes = [], {}, 0

@@ -92,17 +92,17 @@ def compile_as_constants(*classes: type) -> None:
     """
     try:
         from torch._library import opaque_object
-    except ImportError:
+
+        use_real = opaque_object.MemberType.USE_REAL
+        kind = "constant"
+        register: Any = getattr(opaque_object, "register_custom_class", None)
+        if register is None:  # before torch 2.14
+            kind, register = "value", opaque_object.register_opaque_type
+    except (ImportError, AttributeError):
         return
-    kind = "constant"
-    register: Any = getattr(opaque_object, "register_custom_class", None)
-    if register is None:  # before torch 2.14
-        kind, register = "value", opaque_object.register_opaque_type
     for each in classes:
         names = {name for name in dir(each) if not name.startswith("__")}
-        members = dict.fromkeys(
-            names | {"__str__", "__repr__", "__eq__"}, opaque_object.MemberType.USE_REAL
-        )
+        members = dict.fromkeys(names | {"__str__", "__repr__", "__eq__"}, use_real)
         try:
             register(each, typ=kind, members=members)
         except TypeError:  # torch 2.11 only accepts classes with its metaclass

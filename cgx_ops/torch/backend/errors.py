@@ -1,7 +1,7 @@
 """The exceptions of failed collectives in PyTorch.
 
 Each derives from torch.distributed.DistBackendError and from the exception of the numpy API, so
-that programs can catch either. In backward() torch raises a plain DistBackendError.
+that programs can catch either. The error of a hook's future is a plain DistBackendError.
 """
 
 import torch.distributed as dist

@@ -92,10 +92,10 @@ def inspect_bucket(hook: str, state: HookState, bucket: GradBucket) -> BucketInf
             'torch._dynamo.config.optimize_ddp = "python_reducer" there are no buckets: use '
             "cgx_ops.torch.compress_collectives() there"
         )
-    state.agree()
     buffer, parameters = bucket.buffer(), bucket.parameters()
     wrappers = models.wrappers_of(parameters)
     refusal = _check_once(hook, state, wrappers)
+    state.agree()
     names = models.names_of(wrappers[0]) if wrappers else {}
     scope = process_group.current_scope()
     config = by_hosts(scope) if isinstance(scope, Config) else state.config

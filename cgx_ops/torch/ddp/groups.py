@@ -119,7 +119,8 @@ class PlannedAllreduceState(HookState):
 
         Collective; call it between steps or while one runs. The ranks compare their plans and agree
         on a step. The old plan applies to two more steps, and checkpoints contain it until then.
-        `load_state_dict` discards a switch that has not happened yet. Residuals are unaffected.
+        `load_state_dict` and a change of members discard a switch that has not happened on all
+        ranks. Residuals are unaffected.
 
         Args:
             plan: the new plan.

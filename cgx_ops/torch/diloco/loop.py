@@ -279,6 +279,7 @@ class DiLoCo:
         has its confirmation, because then all ranks had them. It is discarded otherwise. New ranks,
         and ranks that missed averages, continue from the outer parameters, without residuals. Ranks
         restored from an older checkpoint missed some. Other parameters and residuals are unchanged.
+        A confirmed average stays applied if this call fails.
 
         Args:
             process_group: the new group. None: the default group.

@@ -172,5 +172,18 @@ def switches_process_group() -> None:
     assert state.auto_bits
 
 
-CHECKS = [switches_process_group]
+def refuses_the_group_of_absent_ranks() -> None:
+    """Check that a state whose group has ranks that do not take part is refused without waiting."""
+    group: Any = dist.new_group(list(range(SIZE - 1)), backend="cgx")
+    if RANK < SIZE - 1:
+        for carrier in ("native", "c10d"):
+            state = ddp.QuantizedAllreduceState(carrier=carrier)
+            model = DistributedDataParallel(network(), process_group=group)
+            model.register_comm_hook(state, ddp.quantized_allreduce_hook)
+            loss = model(images(RANK), spare=True).square().sum()
+            fails(ValueError, "use the model's", loss.backward)
+    dist.barrier()
+
+
+CHECKS = [switches_process_group, refuses_the_group_of_absent_ranks]
 CHECKS += [does_not_wait, missing_peer, looks_up_names_once, rejects_bad_calls]

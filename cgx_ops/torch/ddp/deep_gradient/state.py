@@ -81,6 +81,7 @@ class DeepGradientState(HookState):
     kept = (
         *HookState.kept, "density", "momentum", "nesterov", "clip", "warmup_steps", "momenta",
     )  # fmt: skip
+    agreed = (*HookState.agreed, "_exact_momenta")
 
     def __init__(
         self,
@@ -132,10 +133,27 @@ class DeepGradientState(HookState):
         """Return the state for a rank that joins a running job, to load before its first step.
 
         Returns:
-            What state_dict() returns, without residuals and momenta.
+            What state_dict() returns, without residuals and without the momenta of sparse layers.
         """
-        momenta = Residuals().saved(*self.place, per_rank=False)
-        return super().joining_state_dict() | {"momenta": momenta}
+        momenta = Residuals()
+        momenta.tensors = self._exact_momenta
+        saved = momenta.saved(*self.place, per_rank=False)
+        return super().joining_state_dict() | {"momenta": saved}
+
+    @property
+    def _exact_momenta(self) -> dict[str, torch.Tensor]:
+        """The momenta of layers that are sent exact, which are equal on all ranks."""
+        sparse = self.residuals.tensors
+        return {name: u.cpu() for name, u in self.momenta.tensors.items() if name not in sparse}
+
+    def adopt(self, counts: dict[str, Any]) -> None:
+        """Take the counts of another rank, and its momenta of exact layers.
+
+        Args:
+            counts: its attributes in `agreed`, by name.
+        """
+        self.momenta.tensors.update(counts.pop("_exact_momenta"))
+        super().adopt(counts)
 
     def restored(self, saved: dict[str, Any]) -> dict[str, Any]:
         """Convert a checkpoint into attributes.

@@ -96,6 +96,8 @@ class PowerSGDState(LowRankState, HookState):
         "total_numel_after_compression", "next_stats_report",
     )  # fmt: skip
 
+    agreed = (*HookState.agreed, "_draws")
+
     def __init__(
         self,
         process_group: dist.ProcessGroup | None = None,
@@ -145,6 +147,19 @@ class PowerSGDState(LowRankState, HookState):
         self.compression_stats_logging_frequency = max(1, compression_stats_logging_frequency)
         self.batch_tensors_with_same_shape = batch_tensors_with_same_shape
         self.factor_bits = low_rank.checked_factor_bits(factor_bits)
+
+    @property
+    def _draws(self) -> int:
+        return self.factors.draws
+
+    def adopt(self, counts: dict[str, Any]) -> None:
+        """Take the counts of another rank, also that of drawn seeds.
+
+        Args:
+            counts: its attributes in `agreed`, by name.
+        """
+        self.factors.draws, self._rng = counts.pop("_draws"), None
+        super().adopt(counts)
 
     def by_layer(self) -> list[dict[str, Any]]:
         """Return the parts of the state that are stored by layer.
