@@ -20,7 +20,8 @@ constexpr auto kNeedsUlfm =
     "this group may lose processes, and MPI connects the survivors only with ULFM (User Level "
     "Failure Mitigation), which cgx does not use";
 
-// The first blob of every rank.
+// The first blob of every rank. In all versions it has this size and begins with `version`, so that
+// ranks of two versions can name both.
 struct Hello {
   char version[32];
   char type[8];
@@ -28,7 +29,10 @@ struct Hello {
   int64_t unread_bytes;  // as in Plan
   int32_t status;        // a cgx_status_t; not CGX_OK if this rank cannot take part
   char refusal[kReasonBytes];
+  std::byte unused[380];
 };
+static_assert(sizeof(Hello) == 1024);
+
 struct Offered {
   uint32_t bytes;  // 0: this rank does not support the transport
   std::byte offer[kOfferBytes];

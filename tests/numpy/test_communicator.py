@@ -1,6 +1,7 @@
 """The numpy API of communicators: arguments, results, lifetimes. Values: test_collectives."""
 
 import gc
+import re
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -15,6 +16,7 @@ from cgx_ops import (
     Config,
     DeadlineExceeded,
     InvalidArgument,
+    MismatchError,
     NotFound,
     Rules,
     Segment,
@@ -324,6 +326,18 @@ def test_failures_of_the_bootstrap_are_raised(
         Communicator.create(0, 2, allgather, "broken", timeout=5)
     with pytest.raises(NotFound):
         Communicator.find("broken")
+
+
+def test_a_rank_of_another_version_is_named() -> None:
+    """The first blob of another version has the same size and begins with its version."""
+
+    def allgather(blob: bytes) -> list[bytes]:
+        assert len(blob) == 1024
+        return [blob, b"99.1\0".ljust(len(blob), b"?")]
+
+    says = f"this rank runs cgx {cgx_ops.__version__}, rank 1 cgx 99.1: install the same version"
+    with pytest.raises(MismatchError, match=re.escape(says)):
+        Communicator.create(0, 2, allgather, "versions", timeout=5)
 
 
 @pytest.mark.parametrize("lengths", [(0, 0), (508, 1), (509, 0), (3, 70_000)])
