@@ -16,7 +16,7 @@ from chaos import checks, machine, report
 from chaos.faults import FAULTS
 from chaos.pool import Forked, Jobs, Pool, Server, Zygote
 from chaos.referee import Referee, Result
-from chaos.rounds import JOB_HOSTS, TRANSPORTS, make_round
+from chaos.rounds import JOB_HOSTS, TRANSPORTS, make_round, transports_of
 from chaos.worker import FRAMEWORKS
 
 
@@ -104,13 +104,16 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=1180, help="time limit of the whole run")
     parser.add_argument("--verbose", action="store_true", help="print each round before it starts")
     options = parser.parse_args()
+    having = transports_of(options.fault) if options.fault else TRANSPORTS
+    if foreign := set(options.transport or ()) - set(having):
+        parser.error(f"'{options.fault}' occurs over {having} only, not over {foreign}")
 
     lateness, begin = machine.Lateness(), time.monotonic()
     until = begin + options.seconds  # limit of all transports together
     campaigns = []
     with tempfile.TemporaryDirectory(prefix="cgx-chaos-") as folder:
         server = Server(Path(folder))
-        for transport in options.transport or TRANSPORTS:
+        for transport in options.transport or having:
             campaigns.append(Campaign(transport, options, server, lateness, until))
             print(f"{transport}: seeds {options.seed} to {options.seed + options.rounds - 1}")
             campaigns[-1].run()

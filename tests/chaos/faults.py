@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
+from chaos import links
+
 if TYPE_CHECKING:
     from chaos.member import Member
 
@@ -47,6 +49,7 @@ class Fault:
         delay_exponents: the timer's delay is 10 to a power between these, in seconds.
         lasts: bounds of the duration, in deadlines.
         deadline: the deadline of the round; None: determined by the seed.
+        transports: the transports that have it; empty: all.
     """
 
     act: Callable[[Member], None]
@@ -62,6 +65,7 @@ class Fault:
     delay_exponents: tuple[float, float] = (-4.3, -1.2)
     lasts: tuple[float, float] = (0.1, 0.3)
     deadline: float | None = None
+    transports: tuple[str, ...] = ()
 
 
 # ---- The victim's faults -------------------------------------------------------------------------
@@ -103,6 +107,15 @@ def _interrupt_soon(member: Member) -> None:
 def _abort(member: Member) -> None:
     """End the collectives of all ranks, which then connect again under the same name."""
     member.comm.abort("chaos: a rank aborts")
+
+
+def _blink(member: Member) -> None:
+    with links.away(member.store_port):
+        time.sleep(member.round.lasts)
+
+
+def _cut(member: Member) -> None:
+    links.cut(member.store_port)
 
 
 def _be_nice(_member: Member) -> None:
@@ -187,6 +200,11 @@ FAULTS: dict[str, Fault] = {
         _stop, "started", stops=True, lasts=(1.4, 1.7), weight=2, may_be_early=False
     ),
     "abort": Fault(_abort, "timer", may_be_early=False, weight=2),
+    "blink": Fault(_blink, "timer", harmless=True, may_be_early=False, transports=("tcp",)),
+    "blink, long": Fault(
+        _blink, "timer", may_be_early=False, lasts=(1.2, 1.6), transports=("tcp",)
+    ),
+    "cut": Fault(_cut, "timer", may_be_early=False, transports=("tcp",)),
     "descriptors": Fault(_few_descriptors, "timer", weight=2),
     "memory": Fault(_little_memory, "timer", starves=True),
     "shared memory": Fault(_no_shared_memory, "timer"),

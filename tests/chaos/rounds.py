@@ -81,12 +81,18 @@ class Round:
         )
 
 
+def transports_of(fault: str) -> tuple[str, ...]:
+    """Return the transports that have a fault."""
+    return FAULTS[fault].transports or TRANSPORTS
+
+
 def make_round(transport: str, seed: int, only_fault: str | None = None) -> Round:
     """Return the round of a seed. only_fault: replaces the fault that the seed determines."""
     rng = random.Random(f"{transport} {seed}")
     size = rng.choice((3, 3, 4)) if transport == "hybrid" else rng.choice((2, 2, 3, 4))
     members = sorted(rng.sample(range(4), size)) if transport in JOB_HOSTS else range(size)
-    name = rng.choices(list(FAULTS), [fault.weight for fault in FAULTS.values()])[0]
+    possible = {name: each for name, each in FAULTS.items() if transport in transports_of(name)}
+    name = rng.choices(list(possible), [fault.weight for fault in possible.values()])[0]
     name = only_fault or name
     fault = FAULTS[name]
     fitting = {key: kind for key, kind in KINDS.items() if kind.starts or fault.how != "started"}
