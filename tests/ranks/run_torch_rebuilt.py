@@ -1,4 +1,4 @@
-"""Rank program: the state of a DDP hook survives a group rebuilt from survivors and a newcomer.
+"""Rank program: states survive a group rebuilt from survivors and a newcomer.
 
     run_torch_rebuilt.py FOLDER new|reconfigure   # 4 processes with RANK; see launch.processes
 
@@ -7,12 +7,15 @@
 Processes 0, 1 and 2 average first. Then process 1 leaves, and 0, 2 and 3 continue as a group of the
 same size: process 2 has another rank, and does not count its last step, as if that had failed there
 only. Process 3 receives the state of process 0. Each process saves its sums, from which the test
-computes what was conserved.
+computes what was conserved. Optimizers that average themselves are synchronized instead.
 """
 
+import contextlib
 import datetime
+import hashlib
 import os
 import sys
+import unittest.mock
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +30,8 @@ from cgx_ops import Config
 from cgx_ops._core import library
 from cgx_ops.planner import AdaptiveBits
 from cgx_ops.torch import ddp
+from cgx_ops.torch.averaging.exchange import Flight
+from cgx_ops.torch.optim import CompressedAdamW, Signum
 
 dist: Any = distributed  # torch 2.13 has no annotations of what reconfigures groups
 RECONFIGURE = sys.argv[2:] == ["reconfigure"]
@@ -54,6 +59,12 @@ MAKERS: dict[str, Any] = {
         ddp.DeepGradientState(density=0.1, warmup_steps=0),
         ddp.deep_gradient_hook,
     ),
+}
+
+
+OPTIMIZERS: dict[str, Any] = {
+    "adamw": lambda parameters: CompressedAdamW(parameters, lr=1e-3, warmup_steps=4, refreshes=1),
+    "signum": lambda parameters: Signum(parameters, lr=1e-3),
 }
 
 
@@ -155,6 +166,66 @@ class Run:
         )  # fmt: skip
 
 
+class OptimizerRun:
+    """The steps of an optimizer that averages itself."""
+
+    def __init__(self, name: str) -> None:
+        self.layer = Given()
+        self.optimizer = OPTIMIZERS[name](self.layer.parameters())
+
+    def step(self, steps: range) -> None:
+        for step in steps:
+            self.optimizer.zero_grad()
+            self.layer(values(step)).backward()
+            if PROCESS == BEHIND and step == STEPS - 1:
+                self.fail()
+            else:
+                self.optimizer.step()
+
+    def fail(self) -> None:
+        """Take part in a step, which fails on this process only."""
+        before = self.common()
+
+        def wait(flight: Any) -> None:
+            flight._future.wait()
+            raise RuntimeError("a rank is lost")
+
+        with unittest.mock.patch.object(Flight, "wait", wait), contextlib.suppress(RuntimeError):
+            self.optimizer.step()
+        assert self.common() == before
+
+    def common(self) -> str:
+        """Return a digest of all that must be equal on all ranks."""
+        optimizer, found = self.optimizer, hashlib.sha256()
+        names = set(optimizer.of_state) - set(optimizer.of_rank)
+        states = [
+            optimizer.state[p][name] for p in self.layer.parameters() for name in sorted(names)
+        ]
+        for x in (*self.layer.parameters(), *states):
+            found.update(x.detach().numpy().tobytes())
+        settings = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+        schedule = vars(optimizer).get("schedule")
+        return f"{found.hexdigest()} {settings} {optimizer.exchange.steps} {schedule}"
+
+    def continues(self) -> None:
+        """Synchronize, then step; the survivor that was ahead does not change."""
+        before, own = self.common(), self.own()
+        self.optimizer.synchronize()
+        assert (self.common() == before) == (SECOND[0] == PROCESS)
+        assert all(map(torch.equal, own, self.own())), "a survivor keeps its own state"
+        for steps in (range(0), range(STEPS, STEPS + 5)):
+            self.step(steps)
+            everyones: list[Any] = [None] * SIZE
+            dist.all_gather_object(everyones, self.common())
+            assert everyones == SIZE * everyones[:1]
+        assert self.optimizer.exchange.steps == STEPS + 5
+
+    def own(self) -> list[torch.Tensor]:
+        optimizer, parameters = self.optimizer, self.layer.parameters()
+        momenta = [optimizer.state[p][name] for p in parameters for name in optimizer.of_rank]
+        return [x.clone() for x in (*momenta, *optimizer.exchange.residuals.tensors.values())]
+
+
 def refuses_another_version() -> None:
     """Connect while process 3 has another version of cgx_ops; all processes raise."""
     own = library.version()
@@ -173,9 +244,12 @@ def refuses_another_version() -> None:
 
 def main() -> None:
     runs = [Run(method) for method in MAKERS]
+    optimizers = [OptimizerRun(name) for name in OPTIMIZERS]
     before = []
     if PROCESS in FIRST:
         connect("first", FIRST)
+        for optimizer in optimizers:
+            optimizer.step(range(STEPS))
         for run in runs:
             run.step(run.state, range(STEPS))
             before.append((run.state.communicator(), run.applied.copy(), run.residual()))
@@ -193,6 +267,8 @@ def main() -> None:
         communicator, _, residual = old
         assert communicator.closed and not run.state.communicator().closed
         assert np.array_equal(run.residual(), residual), "a survivor keeps its residual"
+    for optimizer in optimizers:
+        optimizer.continues()
     for run in runs:
         sent = [run.state.joining_state_dict()]
         dist.broadcast_object_list(sent, src=0)

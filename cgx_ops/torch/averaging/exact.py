@@ -59,6 +59,15 @@ def all_gather_over(group: dist.ProcessGroup, x: torch.Tensor) -> torch.Tensor:
     return everyones
 
 
+def values_on(group: dist.ProcessGroup, rank: int, x: torch.Tensor) -> torch.Tensor:
+    """Return the values of a tensor on one rank of a group. Collective."""
+    # A broadcast follows the memory order, which may differ between ranks.
+    values = x.detach().to(copy=True, memory_format=torch.contiguous_format)
+    with process_group.uncompressed():
+        dist.broadcast(values, group=group, group_src=rank)
+    return values
+
+
 def mean_over(group: dist.ProcessGroup, x: torch.Tensor) -> torch.Tensor:
     """Return the mean of a tensor over the ranks of a group, in float32. Collective."""
     total = x.to(torch.float32, copy=True).contiguous()

@@ -23,7 +23,7 @@ from cgx_ops._core.consistency import require_same
 from cgx_ops.errors import InvalidArgument, Unsupported
 from cgx_ops.methods.outer_loop import Schedule
 from cgx_ops.torch.averaging.arithmetic import full_precision
-from cgx_ops.torch.averaging.exact import gather_over
+from cgx_ops.torch.averaging.exact import gather_over, values_on
 from cgx_ops.torch.averaging.exchange import Exchange
 from cgx_ops.torch.backend import process_group
 
@@ -116,14 +116,10 @@ def _receive(loop: OuterLoop, source: int, *, is_behind: bool, applied: int) -> 
     received: dict[nn.Parameter, torch.Tensor] = {}
     with process_group.uncompressed():
         dist.broadcast_object_list(state, group=group, group_src=source)
-        for parameter, outer in zip(loop.parameters, loop.outer_parameters, strict=True):
-            # A broadcast follows the memory order, which may differ between ranks.
-            values = outer.detach().to(
-                parameter.device, copy=True, memory_format=torch.contiguous_format
-            )
-            dist.broadcast(values, group=group, group_src=source)
-            if is_behind or not _same_bits(values, outer):
-                received[outer] = values
+    for parameter, outer in zip(loop.parameters, loop.outer_parameters, strict=True):
+        values = values_on(group, source, outer.to(parameter.device))
+        if is_behind or not _same_bits(values, outer):
+            received[outer] = values
     if not is_behind and not received:
         return
     if state[0] is not None:

@@ -2,6 +2,7 @@
 
 import hashlib
 import inspect
+import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
@@ -13,7 +14,7 @@ from cgx_ops import Config
 from cgx_ops._core.consistency import require_same
 from cgx_ops.errors import InvalidArgument
 from cgx_ops.torch.averaging.arithmetic import full_precision
-from cgx_ops.torch.averaging.exact import gather_over, mean_over
+from cgx_ops.torch.averaging.exact import gather_over, mean_over, values_on
 from cgx_ops.torch.averaging.exchange import Exchange, check_parameters
 from cgx_ops.torch.averaging.grad_scaler import Scaling, handles_overflow, scaling_of
 from cgx_ops.torch.averaging.layers import layer_name
@@ -236,7 +237,45 @@ class ExchangingOptimizer(Optimizer):
         )
         self._compared = True
 
-    # ---- 4. checkpoints --------------------------------------------------------------------------
+    # ---- 4. changes of members -------------------------------------------------------------------
+
+    def synchronize(self) -> None:
+        """Continue on all ranks from the one that has done the most steps. Collective.
+
+        Call it after the members of the group have changed, before the next forward: the last step
+        may have failed on some ranks only, and new ranks have done none. All ranks take parameters,
+        settings and the common state of the rank that is ahead; of equal ones, the lowest. Each
+        rank keeps its own residuals and momenta, which a new rank starts at zero.
+
+        Raises:
+            RuntimeError: a peer is late or lost; the text names the rank.
+        """
+        group, own = self.exchange.group, pickle.dumps((self.exchange.steps, self._common()))
+        everyones = [pickle.loads(theirs) for theirs in gather_over(group)(own)]
+        source = max(range(len(everyones)), key=lambda rank: everyones[rank][0])
+        parameters = [p for g in self.param_groups for p in g["params"]]
+        common = [name for name in self.of_state if name not in self.of_rank]
+        kept = [*parameters, *(self.state[p][name] for p in parameters for name in common)]
+        found = [values_on(group, source, each) for each in kept]
+        # Nothing changes before all of it has arrived, so that a failed call can be repeated.
+        for each, values in zip(kept, found, strict=True):
+            each.detach().copy_(values)
+        steps, settings = everyones[source]
+        self.exchange.steps = steps
+        self._adopt(settings)
+        self._compared = False
+
+    def _common(self) -> dict[str, Any]:
+        """Return the settings that are equal on all ranks and may change with the steps."""
+        groups = [{n: x for n, x in g.items() if n != "params"} for g in self.param_groups]
+        return {"groups": groups}
+
+    def _adopt(self, common: dict[str, Any]) -> None:
+        """Take what _common() returned on another rank."""
+        for group, settings in zip(self.param_groups, common["groups"], strict=True):
+            group.update(settings)
+
+    # ---- 5. checkpoints --------------------------------------------------------------------------
 
     def consolidate(self) -> None:
         """Replace the state that differs between ranks by its mean over the ranks. Collective.

@@ -228,6 +228,13 @@ class CompressedAdamW(ExchangingOptimizer):
             each.state["exp_avg"] = u * d
         return found
 
+    def _common(self) -> dict[str, Any]:
+        return super()._common() | {"schedule": self.schedule}
+
+    def _adopt(self, common: dict[str, Any]) -> None:
+        super()._adopt(common)
+        self.schedule = common["schedule"]
+
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint. Each rank saves its own.
 
