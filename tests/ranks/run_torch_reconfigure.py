@@ -344,12 +344,18 @@ def start(options: BackendOptions | None = None) -> None:
 
 
 def soak(reconfigurations: int) -> None:
-    """Reconfigure often, to all ranks and to all but the last one in turn."""
+    """Reconfigure often, to all ranks and to all but the last one in turn, with a DDP hook."""
     before, resident = None, []
+    layer = torch.nn.Linear(64, 64)
+    state = ddp.QuantizedAllreduceState(config=Config(bits=2, compressor="levels"))
     for turn in range(reconfigurations):
         join(range(SIZE if turn % 2 == 0 else SIZE - 1))
         if turn % 2 == 0 or RANK < SIZE - 1:
             dist.all_reduce(torch.ones(1000))
+            model = DistributedDataParallel(layer)
+            model.register_comm_hook(state, ddp.quantized_allreduce_hook)
+            model(torch.ones(1, 64)).sum().backward()
+            del model
         if turn >= reconfigurations // 4 and turn % 2 == 0 and turn % 50 == 0:
             gc.collect()
             time.sleep(0.1)
