@@ -96,7 +96,7 @@ test-integrations: $(BUILT)
 	$(PIP) install -r .venv/integrations.txt -c .venv/requirements.txt
 	$(BIN)/python -m pytest tests/integrations
 
-# All benchmarks, in less than 15 minutes; the results are written to benchmarks/results/.
+# The benchmarks but the long ones, in about 15 minutes; they write to benchmarks/results/.
 bench: $(BUILT)
 	$(BIN)/python benchmarks/suite.py
 

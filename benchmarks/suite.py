@@ -1,6 +1,6 @@
-"""Run all benchmarks in under 15 minutes; writes reports, tables and plots to benchmarks/results/.
+"""Run the benchmarks in about 15 minutes; write reports, tables and plots to benchmarks/results/.
 
-    make bench                                   # all parts
+    make bench                                   # all parts but the long ones
     python benchmarks/suite.py [part ...]        # some; --list shows them
 
 A part is a few runs (PARTS). Each run is one command, which is printed before it starts and writes
@@ -98,7 +98,24 @@ def transports(name: str, hosts: int, rate: str | None = None) -> Run:
     return Run(f"transports-{name}", program, hosts=hosts, rate=rate)
 
 
-PARTS: dict[str, tuple[Run, ...]] = {
+def pairs_of_ranks(program: str, rate: str) -> tuple[Run, ...]:
+    """Return a run with 2 ranks on each of 2 hosts, and one on each of 4."""
+    words = (f"benchmarks/{program}.py", "--link-rate", rate)
+    return tuple(
+        Run(f"{program}-{rate}-{hosts}x2", words, ranks=2, hosts=hosts, rate=rate, timeout=2400)
+        for hosts in (2, 4)
+    )
+
+
+# Only when they are named: about 25 minutes.
+LONG_PARTS = {
+    "host_blocks_100mbit": pairs_of_ranks("host_blocks", "100mbit"),
+    "sharded": (
+        *pairs_of_ranks("sharded_steps", "1gbit"),
+        *pairs_of_ranks("sharded_steps", "100mbit"),
+    ),
+}
+SHORT_PARTS: dict[str, tuple[Run, ...]] = {
     "shm": (
         allreduce("shm-2", "--budget 5", ranks=2),
         *(
@@ -146,26 +163,7 @@ PARTS: dict[str, tuple[Run, ...]] = {
         )
         for hosts in (2, 4)
     ),
-    "host_blocks": tuple(
-        Run(
-            f"host_blocks-{rate}-{hosts}x2",
-            ("benchmarks/host_blocks.py", "--link-rate", rate),
-            ranks=2,
-            hosts=hosts,
-            rate=rate,
-        )
-        for hosts in (2, 4)
-        for rate in ("1gbit", "100mbit")
-    ),
-    "sharded": (
-        Run(
-            "sharded_steps-1gbit-2x2",
-            ("benchmarks/sharded_steps.py", "--link-rate", "1gbit"),
-            ranks=2,
-            hosts=2,
-            rate="1gbit",
-        ),
-    ),
+    "host_blocks": pairs_of_ranks("host_blocks", "1gbit"),
     "transports": (
         transports("1gbit-2", 2, "1gbit"),
         transports("1gbit-4", 4, "1gbit"),
@@ -200,6 +198,9 @@ PARTS: dict[str, tuple[Run, ...]] = {
         ),
     ),
 }
+
+
+PARTS = SHORT_PARTS | LONG_PARTS
 
 
 def run(one: Run, variables: Mapping[str, str] | None = None) -> str:
@@ -239,14 +240,14 @@ def write_tables(reports: list[Report]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Runs the benchmarks and collects the results.")
     parser.add_argument(
-        "parts", nargs="*", choices=[*PARTS, []], metavar="part", help="all if none"
+        "parts", nargs="*", choices=[*PARTS, []], metavar="part", help="all short ones if none"
     )
     parser.add_argument("--list", action="store_true", help="show the parts and their commands")
     options = parser.parse_args()
     os.chdir(ROOT)
     console = Console(highlight=False, markup=False)
     rows, failed = [], False
-    for part in options.parts or PARTS:
+    for part in options.parts or (PARTS if options.list else SHORT_PARTS):
         for one in PARTS[part]:
             command = shlex.join(one.command()).replace(f"{BIN}/", "")
             if options.list:
