@@ -8,6 +8,7 @@ right kind in time; it must be usable and must have left nothing behind.
 
         rounds.py    the definition of a round, which follows from transport and seed
         faults.py    the table of faults, and how a rank applies them to itself
+        links.py     faults of TCP connections
         traffic.py   the table of traffic: calls with results from the oracle
     worker.py    a rank: plays rounds, then checks its own process
     member.py    a rank in one round

@@ -33,3 +33,19 @@ def test_nothing_grows(tmp_path: Path) -> None:
     outputs = launch.processes(3, "run_torch_reconfigure.py", tmp_path, 400, timeout=500)
     for output in outputs:
         assert "growth: none" in output, output
+
+
+@needs_reconfigure
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("transport", ["SHM", "TCP"])
+def test_a_newcomer_is_lost_in_any_phase(tmp_path: Path, transport: str) -> None:
+    """A sample; docs/guides/torch/elastic.md has the result of 1,000."""
+    outputs = launch.processes(
+        4, "run_torch_reconfigure_faults.py", tmp_path, 30,
+        env={"COMMUNICATOR_TYPE": transport}, timeout=280,
+    )  # fmt: skip
+    for output in outputs:
+        assert "OK" in output.splitlines(), output
+    for output in outputs[:3]:
+        assert "growth: none" in output, output

@@ -245,15 +245,28 @@ class ExchangingOptimizer(Optimizer):
         Call it after the members of the group have changed, before the next forward: the last step
         may have failed on some ranks only, and new ranks have done none. All ranks take parameters,
         settings and the common state of the rank that is ahead; of equal ones, the lowest. Each
-        rank keeps its own residuals and momenta, which a new rank starts at zero.
+        rank keeps its own residuals and momenta, which a new rank starts at zero. Learning-rate
+        schedulers and buffers of the model are not part of it.
 
         Raises:
+            InvalidArgument: ranks have other optimizers or parameters of other shapes or dtypes;
+                every rank raises it.
             RuntimeError: a peer is late or lost; the text names the rank.
         """
         group, own = self.exchange.group, pickle.dumps((self.exchange.steps, self._common()))
         everyones = [pickle.loads(theirs) for theirs in gather_over(group)(own)]
         source = max(range(len(everyones)), key=lambda rank: everyones[rank][0])
         parameters = [p for g in self.param_groups for p in g["params"]]
+        require_same(
+            f"{self._caller}.synchronize",
+            {
+                "groups of parameters:": _sizes(self.param_groups),
+                **{f"parameter {i}": f"{p.dtype} {[*p.shape]}" for i, p in enumerate(parameters)},
+            },
+            gather_over(group),
+            "Make the same model and optimizer on all ranks",
+            error=InvalidArgument,
+        )
         common = [name for name in self.of_state if name not in self.of_rank]
         kept = [*parameters, *(self.state[p][name] for p in parameters for name in common)]
         found = [values_on(group, source, each) for each in kept]
@@ -273,7 +286,9 @@ class ExchangingOptimizer(Optimizer):
     def _adopt(self, common: dict[str, Any]) -> None:
         """Take what _common() returned on another rank."""
         for group, settings in zip(self.param_groups, common["groups"], strict=True):
-            group.update(settings)
+            parameters = group["params"]
+            group.clear()
+            group.update(settings, params=parameters)
 
     # ---- 5. checkpoints --------------------------------------------------------------------------
 
