@@ -96,12 +96,6 @@ void check_exchange(const Options& options, const at::Tensor& x) {
     C10_THROW_ERROR(ValueError,
                     c10::str(caller(), ": x is a scalar; it must have rows: pass x.reshape(1)"));
   }
-  if (!x.device().is_cpu() && !x.is_meta()) {
-    C10_THROW_ERROR(NotImplementedError,
-                    c10::str(caller(), ": x is on ", x.device(),
-                             "; only CPU tensors are supported: use x.cpu(), or "
-                             "torch.distributed.all_to_all_single"));
-  }
 }
 
 c10::SymDimVector result_shape(const at::Tensor& x, c10::SymIntArrayRef output_sizes) {

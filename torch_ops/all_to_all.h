@@ -24,8 +24,8 @@ at::Tensor quantized_all_to_all(const at::Tensor& x, at::OptionalSymIntArrayRef 
                                 std::string_view name, std::string_view carrier,
                                 std::string_view grad_config);
 
-// cgx::quantized_all_to_all_single: the same with all sizes. Blocks as run() of kernels.h does.
-// These functions refuse CUDA tensors, which the core does not support yet.
+// cgx::quantized_all_to_all_single: the same with all sizes. Blocks as run() of kernels.h does. On
+// CUDA, ranks compare the sizes on the host, so the call waits for all ranks.
 at::Tensor all_to_all_kernel(const at::Tensor& x, c10::SymIntArrayRef output_split_sizes,
                              c10::SymIntArrayRef input_split_sizes, const Seed& seed,
                              std::string_view call, std::string_view group_name);

@@ -5,7 +5,8 @@
 //   max or product: the core. Whether it is compressed is decided in backend_rule.h. CUDA tensors
 //   need a core with CUDA. As with NCCL, a call with async_op=False runs on the current stream, and
 //   all others on a stream of the group.
-// - all_to_all_single of dense CPU tensors of these dtypes: the core; compressed in compressed().
+// - all_to_all_single of dense tensors of these dtypes: the core; compressed in compressed(), and
+//   outside of it only for CPU tensors.
 // - send and recv of such tensors in compressed(): the core (backend_transfer.cc).
 // - All other calls: the inner backend of the tensors' device. Profilers show them as "cgx:...".
 //   gloo does not average, so its sums are divided (joint_work.h).
@@ -184,6 +185,9 @@ class Backend final : public c10d::Backend {
   // which draws its own seeds; nullopt for a collective.
   CallBuilder core_call(cgx_verb_t verb, at::ScalarType dtype, const Decision& decision,
                         Milliseconds timeout, const std::optional<Message>& message = {});
+  // all_to_all: whether the core serves it, how it sends the input, and the call.
+  bool exchanged_in_core(const at::Tensor& output, const at::Tensor& input) const;
+  Decision decision_of(const at::Tensor& input) const;
   WorkRef exchange_in_core(const at::Tensor& output, const at::Tensor& input,
                            const std::vector<int64_t>& output_sizes,
                            const std::vector<int64_t>& input_sizes,

@@ -29,13 +29,26 @@ std::vector<int64_t> block_elements(const at::Tensor& tensor, const std::vector<
 
 }  // namespace
 
+// Exact blocks of GPUs are NCCL's.
+bool Backend::exchanged_in_core(const at::Tensor& output, const at::Tensor& input) const {
+  constexpr int kMostRanks = 512;  // of the core's all_to_all on CPUs
+  if (output.scalar_type() != input.scalar_type()) return false;
+  if (served_on_cpu(output) && served_on_cpu(input)) return size_ <= kMostRanks;
+  return served({output, input}, c10d::ReduceOp::SUM) && input.is_cuda() && output.is_cuda() &&
+         decision_of(input).compression;
+}
+
+Decision Backend::decision_of(const at::Tensor& input) const {
+  return decide_exchange(options_->compression, kLargest,
+                         static_cast<int64_t>(input.element_size()));
+}
+
 Backend::WorkRef Backend::exchange_in_core(const at::Tensor& output, const at::Tensor& input,
                                            const std::vector<int64_t>& output_sizes,
                                            const std::vector<int64_t>& input_sizes,
                                            const c10d::AllToAllOptions& options) {
   const at::AutoDispatchBelowADInplaceOrView no_autograd;
-  const Decision decision =
-      decide_exchange(options_->compression, kLargest, static_cast<int64_t>(input.element_size()));
+  const Decision decision = decision_of(input);
   if (debug_wanted()) {
     log_decision(
         c10::str("group '", name_, "': all_to_all of ", input.numel(), " ", input.dtype().name()),

@@ -228,9 +228,7 @@ Backend::WorkRef Backend::alltoall_base(at::Tensor& output, at::Tensor& input,
                                         std::vector<int64_t>& output_sizes,
                                         std::vector<int64_t>& input_sizes,
                                         const c10d::AllToAllOptions& options) {
-  constexpr int kMostRanks = 512;  // of the core's all_to_all
-  if (served_on_cpu(output) && served_on_cpu(input) &&
-      output.scalar_type() == input.scalar_type() && size_ <= kMostRanks)
+  if (exchanged_in_core(output, input))
     return exchange_in_core(output, input, output_sizes, input_sizes, options);
   require_dense("all_to_all", {output, input});
   return forward("cgx:all_to_all", input, &c10d::Backend::alltoall_base, output, input,

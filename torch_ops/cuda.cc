@@ -37,8 +37,10 @@ c10::Stream side_stream(int32_t comm, at::Device device) {
   return streams->emplace(key, cuda().getStreamFromGlobalPool(device)).first->second;
 }
 
-// Without elements there is no address that identifies the device. All ranks skip such calls.
+// Without elements there is no address that identifies the device. All ranks skip such calls. With
+// splits, other ranks may have elements.
 bool empty(const cgx_collective_t& collective) {
+  if (collective.input_splits) return false;
   const cgx_segment_t* const segments = collective.segments;
   return std::all_of(segments, segments + collective.num_segments,
                      [](const cgx_segment_t& segment) { return segment.numel == 0; });

@@ -120,7 +120,8 @@ TORCH_LIBRARY_IMPL(cgx, CompositeImplicitAutograd, m) {
 
 // No operator is tagged cudagraph_unsafe; torch's own collectives are not either. Compilers capture
 // a start and its wait in a CUDA graph. The tag would exclude the start but not the wait, which is
-// torch's operator. If a communicator does not support capture, the core returns an error.
+// torch's operator. If a communicator or a collective (all_to_all) does not support capture, the
+// core returns an error.
 static void impl_collectives(torch::Library& m) {
   impl_raising<all_reduce_kernel>(m, "quantized_all_reduce");
   impl_raising<start_kernel>(m, "quantized_all_reduce_start");

@@ -58,12 +58,6 @@ void check_options(const Options& options, const at::Tensor& x) {
 void check_residual(const Options& options, const at::Tensor& x, const at::Tensor& residual) {
   const char* const caller = operator_name(options.verb);
   options.check(residual);
-  if (!x.device().is_cpu() && !x.is_meta()) {
-    C10_THROW_ERROR(NotImplementedError,
-                    c10::str(caller, ": a residual is given for x on ", x.device(),
-                             "; reduce_scatter supports error feedback for CPU tensors only: use "
-                             "x.cpu(), or quantized_allreduce_with_feedback"));
-  }
   if (residual.scalar_type() != x.scalar_type() || residual.device() != x.device() ||
       residual.sym_sizes() != x.sym_sizes()) {
     C10_THROW_ERROR(

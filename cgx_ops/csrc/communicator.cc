@@ -253,9 +253,9 @@ device::Group& Communicator::devices(device::Device& device, Seconds at_most) {
 void Communicator::enqueue(const cgx_collective_t& call, device::Device& device) {
   require_device(call, CGX_CUDA, "cgx_enqueue supports CUDA buffers; use cgx_start or cgx_run");
   Plan made = checked(call);
-  require(!made.verb->exchanges(), CGX_UNSUPPORTED, made.verb->name,
-          " is not supported on GPUs yet: copy the buffers to the CPU, and use cgx_start or "
-          "cgx_run");
+  require(!call.peer, CGX_UNSUPPORTED,
+          "a call with a peer is not supported on GPUs: copy the buffers to the CPU, and use "
+          "cgx_start or cgx_run");
   // GPUs are one level: without a topology `auto` is never hierarchical.
   resolve_algorithm(&made);
   require(made.algorithm == CGX_SRA || made.algorithm == CGX_ONE_SHOT, CGX_UNSUPPORTED,

@@ -138,11 +138,8 @@ void check_lists(const cgx_collective_t& call, const Plan& plan, BuffersUsed use
               i, "] is a null pointer; it holds ", call.segments[i].numel, " elements");
   }
   if (!call.residuals) return;
-  require(plan.verb->residuals != Residuals::kNone, CGX_INVALID_ARGUMENT,
-          "residuals are given for ", plan.verb->name,
+  require(plan.verb->residuals, CGX_INVALID_ARGUMENT, "residuals are given for ", plan.verb->name,
           ", which does not support them: leave them out");
-  require(plan.verb->residuals == Residuals::kAnywhere || call.device == CGX_CPU, CGX_UNSUPPORTED,
-          "residuals are given for ", plan.verb->name, " on a GPU: only the CPU supports them");
   require(plan.op == Op::kSum || plan.op == Op::kAvg, CGX_INVALID_ARGUMENT,
           "residuals are given for op ", op_name(call.op), ": only sum and avg support them");
 }
@@ -315,6 +312,7 @@ Plan make_plan(const cgx_collective_t& call, int rank, int size, BuffersUsed use
     check_pointer(call.output, buffer_numel(plan, end, plan.verb->blocks_out, call.output_splits),
                   "output");
   if (plan.verb->exchanges()) {
+    plan.has_splits = call.input_splits != nullptr;
     plan.sends =
         call.input_splits ? split_blocks(call, plan, call.input_splits) : plan.equal_blocks();
     plan.receives =

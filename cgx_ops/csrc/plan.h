@@ -69,6 +69,7 @@ struct Plan {
   // all_to_all: the segments of the block for, or from, each rank. With splits, a block has the
   // segment of `segments`, but in the block's size.
   std::vector<std::vector<Segment>> sends, receives;
+  bool has_splits = false;
   std::shared_ptr<const Packing> packing;  // of small segments (algorithm/packing.h), or null
   int64_t block_numel = 0;                 // elements of a block
   const std::byte* input = nullptr;

@@ -61,6 +61,7 @@ struct Case {
   bool clip = false;
   bool skip = false, residuals = false, in_place = false;
   bool one_seed = false, seeds_on_device = false;
+  bool splits = false;  // blocks of other sizes for each pair of ranks, up to numels[0]
   int64_t divisor = 0;
 
   std::string text() const {
@@ -69,7 +70,7 @@ struct Case {
     return join("verb ", verb, " dtype ", dtype, " op ", op, " algorithm ", algorithm, " rounding ",
                 rounding, " compressor ", compressor, " rotation ", rotation, " bits ", bits, "/",
                 gather_bits, " bucket ", bucket_size, " skip ", skip, " residuals ", residuals,
-                " in place ", in_place, " sizes", sizes.substr(0, 80));
+                " in place ", in_place, " splits ", splits, " sizes", sizes.substr(0, 80));
   }
 };
 
@@ -79,19 +80,26 @@ class Rank {
   Rank(const Case& given, int rank, int size, const std::string& name = "")
       : case_(given), name_(name) {
     int64_t offset = 0;
-    for (const int64_t numel : given.numels) {
+    for (const int64_t given_numel : given.numels) {
+      const int64_t numel = given.splits ? 0 : given_numel;
       segments_.push_back({offset, numel, given.bucket_size, given.bits, 0, nullptr});
       offset += numel;
       seeds_.push_back(offset * 31 + (given.compressor == CGX_RANDK ? 0 : rank));
     }
     const int64_t item = given.dtype == CGX_FLOAT32 ? 4 : 2;
-    const int64_t scattered = given.verb == CGX_REDUCE_SCATTER ? size : 1;
-    const int64_t gathered = given.verb == CGX_ALL_GATHER ? size : 1;
-    input_.resize(offset * scattered * item);
-    output_.resize(offset * gathered * item, std::byte{0x5a});
+    int64_t sent = offset * (verb_of(given.verb).blocks_in ? size : 1);
+    int64_t received = offset * (verb_of(given.verb).blocks_out ? size : 1);
+    for (int peer = 0; given.splits && peer < size; ++peer) {
+      sent_.push_back(block(rank, peer));
+      received_.push_back(block(peer, rank));
+      sent += sent_.back();
+      received += received_.back();
+    }
+    input_.resize(sent * item);
+    output_.resize(received * item, std::byte{0x5a});
     std::mt19937 random(100 * rank + 7);
     std::normal_distribution<float> normal;
-    std::vector<float> values(offset * scattered);
+    std::vector<float> values(sent);
     for (float& value : values) value = normal(random);
     kernels().convert(Dtype::kFloat32, values.data(), static_cast<Dtype>(given.dtype),
                       input_.data(), values.size());
@@ -114,13 +122,15 @@ class Rank {
     call.segments = segments_.data();
     call.num_segments = static_cast<int64_t>(segments_.size());
     call.block_numel = offset;
+    if (given.splits) call.input_splits = sent_.data();
+    if (given.splits) call.output_splits = received_.data();
     call.name = name_.c_str();
     call.occurrence = -1;
     if (given.residuals) {
-      residuals_.resize(offset * item);
+      residuals_.resize(sent * item);
       for (float& value : values) value = normal(random) / 8;
       kernels().convert(Dtype::kFloat32, values.data(), static_cast<Dtype>(given.dtype),
-                        residuals_.data(), offset);
+                        residuals_.data(), values.size());
       for (const auto& segment : segments_)
         residual_at_.push_back(residuals_.data() + segment.offset * item);
       call.residuals = residual_at_.data();
@@ -162,7 +172,13 @@ class Rank {
 
   cgx_collective_t call;
 
+  // Elements from one rank to another: none, or up to numels[0]. It may be changed.
+  std::vector<int64_t> sent_, received_;
+
  private:
+  int64_t block(int from, int to) const {
+    return (from * 7 + to * 3 + 1) % 5 * case_.numels[0] / 4;
+  }
   void give_seeds(bool on_device) {
     const int64_t* const seeds = seeds_.data();
     call.seed = case_.one_seed && !on_device ? *seeds : 0;
@@ -206,6 +222,9 @@ inline void compare(const Job& job, const Case& one, int64_t* compared) {
 
 // ---- cases ---------------------------------------------------------------------------------
 
+inline constexpr cgx_verb_t kEveryVerb[] = {CGX_ALLREDUCE, CGX_REDUCE_SCATTER, CGX_ALL_GATHER,
+                                            CGX_ALL_TO_ALL};
+
 // Every compressor that devices support, with every verb and algorithm.
 inline std::vector<Case> cases_of_compressors() {
   struct Row {
@@ -238,7 +257,7 @@ inline std::vector<Case> cases_of_compressors() {
   int turn = 0;
   for (const Row& row : rows)
     for (const auto dtype : {CGX_FLOAT32, CGX_FLOAT16, CGX_BFLOAT16})
-      for (const auto verb : {CGX_ALLREDUCE, CGX_REDUCE_SCATTER, CGX_ALL_GATHER})
+      for (const auto verb : kEveryVerb)
         for (const auto algorithm : {CGX_ONE_SHOT, CGX_SRA}) {
           if (verb != CGX_ALLREDUCE && algorithm == CGX_ONE_SHOT) continue;
           Case one;
@@ -252,8 +271,8 @@ inline std::vector<Case> cases_of_compressors() {
           one.dtype = dtype;
           one.verb = verb;
           one.algorithm = algorithm;
-          one.op = turn % 2 && verb != CGX_ALL_GATHER ? CGX_AVG : CGX_SUM;
-          one.residuals = row.residuals && turn % 3 != 0 && verb == CGX_ALLREDUCE;
+          one.op = turn % 2 && verb_of(verb).reduces ? CGX_AVG : CGX_SUM;
+          one.residuals = row.residuals && turn % 3 != 0 && verb_of(verb).residuals;
           one.skip = row.compressor != CGX_SIGN && turn % 5 == 0;
           one.in_place = turn % 7 == 0 && verb == CGX_ALLREDUCE;
           one.numels = {700, 3, 5000, 16, 1037};
@@ -280,7 +299,7 @@ inline std::vector<Case> cases() {
         });
   for (const int bits : {1, 2, 3, 4, 5, 6, 7, 8, 32})
     for (const auto dtype : {CGX_FLOAT32, CGX_FLOAT16, CGX_BFLOAT16})
-      for (const auto verb : {CGX_ALLREDUCE, CGX_REDUCE_SCATTER, CGX_ALL_GATHER})
+      for (const auto verb : kEveryVerb)
         add([&](Case* c) {
           c->bits = bits;
           c->dtype = dtype;
@@ -307,6 +326,17 @@ inline std::vector<Case> cases() {
           c->numels = {700, 3, 1000, 16, 90};
         });
   for (const auto dtype : {CGX_FLOAT32, CGX_FLOAT16, CGX_BFLOAT16})
+    for (const int bits : {2, 4, 32})
+      add([&](Case* c) {
+        c->verb = CGX_REDUCE_SCATTER;
+        c->dtype = dtype;
+        c->bits = bits;
+        c->op = bits == 2 ? CGX_SUM : CGX_AVG;
+        c->rounding = CGX_STOCHASTIC;
+        c->residuals = true;
+        c->numels = {700, 0, 3, 20'000};
+      });
+  for (const auto dtype : {CGX_FLOAT32, CGX_FLOAT16, CGX_BFLOAT16})
     for (const auto algorithm : {CGX_ONE_SHOT, CGX_SRA})
       for (const int bits : {4, 32})
         add([&](Case* c) {
@@ -328,7 +358,7 @@ inline std::vector<Case> cases() {
     c->seeds_on_device = true;
     c->rounding = CGX_STOCHASTIC;
   });
-  for (const auto verb : {CGX_ALLREDUCE, CGX_REDUCE_SCATTER, CGX_ALL_GATHER})
+  for (const auto verb : kEveryVerb)
     for (const bool on_device : {false, true})
       add([&](Case* c) {  // all noise derives from one seed
         c->verb = verb;
@@ -344,6 +374,15 @@ inline std::vector<Case> cases() {
     c->rounding = CGX_STOCHASTIC;
     c->residuals = true;
   });
+  for (const int64_t numel : {0, 16, 513, 40'000, 3'000'000})  // the last: several rounds
+    for (const int bits : {4, 32})
+      add([&](Case* c) {
+        c->verb = CGX_ALL_TO_ALL;
+        c->splits = true;
+        c->numels = {numel};
+        c->bits = bits;
+        c->rounding = CGX_STOCHASTIC;
+      });
   for (const Case& one : cases_of_compressors()) all.push_back(one);
   return all;
 }
@@ -362,8 +401,7 @@ inline std::vector<Case> cases_of_lengths(const std::vector<int64_t>& numels) {
   std::vector<Case> all;
   for (const int64_t numel : numels) {
     all.push_back(case_of(numel, CGX_ALLREDUCE, CGX_ONE_SHOT));
-    for (const auto verb : {CGX_ALLREDUCE, CGX_REDUCE_SCATTER, CGX_ALL_GATHER})
-      all.push_back(case_of(numel, verb, CGX_SRA));
+    for (const auto verb : kEveryVerb) all.push_back(case_of(numel, verb, CGX_SRA));
   }
   Case segments;
   segments.numels = {700, 3, 1000, 16, 90};
@@ -372,6 +410,9 @@ inline std::vector<Case> cases_of_lengths(const std::vector<int64_t>& numels) {
   segments.gather_bits = 8;
   segments.skip = segments.residuals = true;
   all.push_back(segments);
+  Case splits = case_of(40'000, CGX_ALL_TO_ALL, CGX_SRA);
+  splits.splits = true;
+  all.push_back(splits);
   return all;
 }
 

@@ -148,6 +148,42 @@ void more_rounds_than_a_peer_is_an_immediate_mismatch() {
   });
 }
 
+// Ranks compare the sizes of blocks before they enqueue anything, so the communicator stays usable.
+void block_sizes_that_differ_are_an_error_on_all_ranks() {
+  for (const std::string type : {"SHM", "MPI"}) {
+    const Job job(3, type, 60);
+    Case one;
+    one.verb = CGX_ALL_TO_ALL;
+    one.splits = true;
+    job.run([&](int rank) {
+      FakeQueue stream(rank);
+      Communicator& communicator = *job.communicators[rank];
+      Rank good(one, rank, job.size()), bad(one, rank, job.size());
+      if (rank == 2) bad.received_[0] -= 1;
+      const std::string text =
+          error_of([&] { bad.enqueue(communicator, *job.devices[rank], stream); }, CGX_MISMATCH);
+      const std::string says = join("rank 0 sends ", Rank(one, 0, job.size()).sent_[2],
+                                    " elements to rank 2, which expects");
+      CHECK(contains(text, says), "%s", text.c_str());
+      good.enqueue(communicator, *job.devices[rank], stream);
+      communicator.check_devices(true);
+      job.devices[rank]->is_recording = true;
+      error_of([&] { good.enqueue(communicator, *job.devices[rank], stream); }, CGX_UNSUPPORTED);
+      job.devices[rank]->is_recording = false;
+      if (rank == 1) return;
+      Rank lonely(one, rank, job.size());
+      lonely.call.timeout_s = 0.3;
+      try {
+        lonely.enqueue(communicator, *job.devices[rank], stream);
+        CHECK(false, "rank %d did not notice that rank 1 is missing", rank);
+      } catch (const Error& error) {
+        const bool expected = error.status() == CGX_TIMEOUT || error.status() == CGX_PEER_FAILED;
+        CHECK(expected && contains(error.what(), "rank 1"), "%s", error.what());
+      }
+    });
+  }
+}
+
 void devices_without_peer_access_are_staged() {
   const Job job(3, "AUTO");
   job.devices[1]->reaches_peers = false;
@@ -197,9 +233,16 @@ void unsupported_calls() {
       CHECK(contains(text, part), "%s", text.c_str());
     };
     refused(ring, "one_shot and sra");
-    Case blocks;
-    blocks.verb = CGX_ALL_TO_ALL;
-    refused(blocks, "all_to_all is not supported on GPUs yet");
+    Case nothing;
+    nothing.verb = CGX_ALL_TO_ALL;
+    nothing.splits = true;
+    nothing.numels = {0};
+    Rank message(nothing, rank, 2);
+    const int32_t peer = 1 - rank;
+    message.call.peer = &peer;
+    const std::string why = error_of(
+        [&] { message.enqueue(communicator, *job.devices[rank], stream); }, CGX_UNSUPPORTED);
+    CHECK(contains(why, "with a peer is not supported on GPUs"), "%s", why.c_str());
     Case sparse;
     sparse.compressor = CGX_TOPK;
     sparse.density = 300'000'000;
@@ -243,6 +286,7 @@ int main() {
   devices_of_a_closed_communicator_report_why();
   mismatches_are_described();
   more_rounds_than_a_peer_is_an_immediate_mismatch();
+  block_sizes_that_differ_are_an_error_on_all_ranks();
   devices_without_peer_access_are_staged();
   lack_of_device_memory_is_an_error_on_all_ranks();
   unsupported_calls();

@@ -64,7 +64,7 @@ std::pair<Values, Values> run(const Row& row, const Segments& segments, int rank
   auto call = call_of(row, segments, input.data(), output.data());
   call.comm = comm;
   call.seeds = seeds.data();
-  if (verb.residuals != Residuals::kNone) call.residuals = residuals.data();
+  if (verb.residuals) call.residuals = residuals.data();
   ok(cgx_run(&call));
   return {output, lost};
 }

@@ -47,12 +47,17 @@ def custom_calls(text: str) -> list[str]:
 # ---- lowering ------------------------------------------------------------------------------------
 
 
+def exchanged(x: Any, axis: str, **options: Any) -> Any:
+    return all_to_all_q(x, axis, 0, 0, **options)
+
+
 @pytest.mark.parametrize(
     ("reduce", "target"),
     [
         (psum_q, "cgx_psum_q"),
         (psum_scatter_q, "cgx_psum_scatter_q"),
         (all_gather_q, "cgx_all_gather_q"),
+        (exchanged, "cgx_all_to_all_q"),
     ],
 )
 def test_a_collective_is_one_custom_call(reduce: Any, target: str) -> None:
@@ -128,12 +133,6 @@ def test_carrier_xla() -> None:
         lowered(lambda v: psum_q(v, "d", carrier="xla"), normal(6, 8, 600))
 
 
-def test_all_to_all() -> None:
-    said = r"all_to_all_q supports only CPU devices.*jax\.lax\.all_to_all"
-    with pytest.raises(NotImplementedError, match=said):
-        lowered(lambda v: all_to_all_q(v, "d", 0, 0), normal(7, 8, 8, 600))
-
-
 def test_mesh_without_devices() -> None:
     mesh = AbstractMesh((8,), ("d",), axis_types=(AxisType.Auto,))
     step = jax.shard_map(
@@ -194,8 +193,8 @@ def handlers_on_cpu(tmp_path_factory: pytest.TempPathFactory) -> Path:
 PROGRAM = "run_cuda_jax.py"
 NAMES = listed(PROGRAM)
 CASES = (
-    "values", "keys", "halves", "examples", "residuals", "permuted", "sizes", "bits_and_dtypes",
-    "trees", "gradients", "two_programs",
+    "values", "keys", "halves", "exchanges", "examples", "residuals", "permuted", "sizes",
+    "bits_and_dtypes", "trees", "gradients", "two_programs",
 )  # fmt: skip
 MANY_PROGRAMS = ("sizes", "bits_and_dtypes")  # take as long as all others
 # Checks that need a GPU: "alone" (of one rank, and XLA:CPU's mesh has four) and "late" (whose

@@ -29,6 +29,7 @@ from jax.interpreters import mlir
 from support.jax_cases import (
     PROCESSES,
     SRA,
+    exchange_expected,
     expected,
     gather_expected,
     independent,
@@ -45,7 +46,7 @@ from support.jax_cases import (
 
 import cgx_ops.jax
 from cgx_ops import Config, Rules
-from cgx_ops.jax import all_gather_q, allreduce_q, pmean_q, psum_q, psum_scatter_q
+from cgx_ops.jax import all_gather_q, all_to_all_q, allreduce_q, pmean_q, psum_q, psum_scatter_q
 from cgx_ops.jax._src.collectives import overlap, primitive
 from cgx_ops.jax._src.runtime import handlers
 
@@ -146,6 +147,13 @@ def halves() -> None:
     seeds = [seed_of(key, call="all_gather over d: ")] * RANKS
     gathered = gather_expected(y, seeds=seeds, rounding="stochastic")
     check(on_ranks(lambda v: all_gather_q(v, "d", key=key), y), [gathered] * RANKS)
+
+
+def exchanges() -> None:
+    x, key = normal(18, RANKS, RANKS, 600), jax.random.key(19)
+    seeds = [seed_of(key, call="all_to_all over d: ")] * RANKS
+    want = exchange_expected(x, seeds=seeds, rounding="stochastic")
+    check(on_ranks(lambda v: all_to_all_q(v, "d", 0, 0, key=key), x), want)
 
 
 def examples() -> None:
@@ -334,6 +342,7 @@ CHECKS = [
     values,
     keys,
     halves,
+    exchanges,
     examples,
     residuals,
     permuted,

@@ -45,7 +45,14 @@ from torch.library import opcheck
 from torch.nn.parallel import DistributedDataParallel
 
 from cgx_ops import Config, InvalidArgument
-from cgx_ops.torch import BackendOptions, compressed, ddp, fsdp
+from cgx_ops.torch import (
+    BackendOptions,
+    all_to_all,
+    compressed,
+    ddp,
+    fsdp,
+    reduce_scatter,
+)
 from cgx_ops.torch.averaging.exchange import Exchange
 from cgx_ops.torch.backend import make
 
@@ -180,6 +187,38 @@ def do_without_expecttest() -> None:
 
 
 # ---- Streams -------------------------------------------------------------------------------------
+
+
+def exchanges(r: int, n: int) -> None:
+    """all_to_all of equal and of other blocks, with gradients; a rank may have no rows at all."""
+    rows = [[100 * ((to + 2 * of) % 3) * (of != 1) for to in range(n)] for of in range(n)]
+    sent, came = rows[r], [each[r] for each in rows]
+    for config in (NEAREST, Config(rounding="stochastic"), Config(bits=32)):
+        for sizes in ((None, None), (came, sent)):
+
+            def call(
+                x: torch.Tensor, sizes: Any = sizes, config: Config = config
+            ) -> list[torch.Tensor]:
+                x = x.requires_grad_()
+                y = all_to_all(x, *sizes, config=config, grad_config=config, group=None)
+                (3 * y).sum().backward()
+                assert x.grad is not None
+                return [y.detach(), x.grad]
+
+            numel = 7 * (100 * n if sizes[0] is None else sum(sent))
+            as_on_the_cpu(call, tc.values(r, numel).reshape(-1, 7), (config, sizes))
+
+
+def scattered_feedback(r: int, n: int) -> None:
+    def call(x: torch.Tensor) -> list[torch.Tensor]:
+        residual, found = torch.zeros_like(x), []
+        for op in ("sum", "avg", "sum"):
+            y, residual = reduce_scatter(x, op, config=NEAREST, residual=residual)
+            found += [y, residual]
+        return found
+
+    for dtype in DTYPES:
+        as_on_the_cpu(call, tc.values(r, 5000 * n, getattr(torch, dtype)), dtype)
 
 
 def streams(r: int, n: int) -> None:
@@ -377,6 +416,19 @@ def compressed_operations(r: int, n: int) -> None:
     same(x, tc.expected(mine, 32, algorithm="auto"))
 
 
+def compressed_exchanges(r: int, n: int) -> None:
+    sent = [30 * (r + 1)] * n
+    came = [30 * (rank + 1) for rank in range(n)]
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        y = x.new_empty(sum(came))
+        with compressed(NEAREST):
+            dist.all_to_all_single(y, x, came, sent)
+        return y
+
+    as_on_the_cpu(call, tc.values(r, sum(sent)))
+
+
 class Scale(nn.Module):
     """Module whose gradients are its inputs."""
 
@@ -425,11 +477,16 @@ def data_parallel(r: int, n: int) -> None:
 
 def sharded(r: int, n: int) -> None:
     """Check that FSDP2 on the GPU gives the CPU's results."""
+    for options in ({}, {"feedback": fsdp.Feedback()}, {"feedback": fsdp.LOCO}):
+        sharded_equals_the_cpus(r, n, options)
+
+
+def sharded_equals_the_cpus(r: int, n: int, options: dict[str, Any]) -> None:
     found: dict[str, list[torch.Tensor]] = {}
     for device in ("cpu", "cuda"):
         model: Any = Scale().to(device)
         fully_shard(model, mesh=init_device_mesh(device, (n,)))
-        fsdp.compress(model, weights=fsdp.WEIGHTS)
+        fsdp.compress(model, weights=fsdp.WEIGHTS, **options)
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         found[device] = []
         for call in range(3):
@@ -438,7 +495,7 @@ def sharded(r: int, n: int) -> None:
             found[device] += [p.grad.to_local().clone() for p in model.parameters()]
             optimizer.step()
     for i, (got, want) in enumerate(zip(found["cuda"], found["cpu"], strict=True)):
-        same(got, want, i)
+        same(got, want, (options, i))
 
 
 # ---- Residuals of the hook -----------------------------------------------------------------------

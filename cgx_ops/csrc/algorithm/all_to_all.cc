@@ -13,6 +13,7 @@
 #include <deque>
 
 #include "algorithm/algorithm.h"
+#include "algorithm/block_sizes.h"
 #include "algorithm/chunks.h"
 #include "algorithm/layout.h"
 #include "algorithm/one_shot.h"
@@ -25,11 +26,6 @@ namespace {
 // Two sizes per rank fit the payload of a header.
 constexpr int kMostRanks = kEagerBytes / (2 * sizeof(int64_t));
 
-// Elements of the blocks for, and from, each member.
-struct Sizes {
-  std::vector<int64_t> sent, expected;
-};
-
 class AllToAll : public Algorithm {
  public:
   explicit AllToAll(Plan plan)
@@ -40,37 +36,15 @@ class AllToAll : public Algorithm {
         arrived_(plan_.size, 0) {
     require(sizes_.size() <= kMostRanks, CGX_UNSUPPORTED, "all_to_all over ", sizes_.size(),
             " ranks is not supported; accepted: at most ", kMostRanks);
-    Sizes& own = sizes_of(plan_.rank);
-    for (const int member : plan_.members) {
-      own.sent.push_back(numel_of(plan_.sends[member]));
-      own.expected.push_back(numel_of(plan_.receives[member]));
-    }
+    sizes_of(plan_.rank) = BlockSizes::of(plan_);
     for (int peer = 0; peer < plan_.size; ++peer)
       undecoded_ += layout_.received(peer).chunks.size();
     order_messages();
   }
 
-  Bytes eager() override {
-    const auto& [sent, expected] = sizes_of(plan_.rank);
-    Bytes payload = to_bytes(std::as_bytes(std::span(sent)));
-    const auto rest = std::as_bytes(std::span(expected));
-    payload.insert(payload.end(), rest.begin(), rest.end());
-    return payload;
-  }
+  Bytes eager() override { return sizes_of(plan_.rank).to_bytes(); }
 
-  std::string disagreement() const override {
-    for (size_t from = 0; from < sizes_.size(); ++from) {
-      for (size_t to = 0; to < sizes_.size(); ++to) {
-        const int64_t sent = sizes_[from].sent[to], expected = sizes_[to].expected[from];
-        if (sent != expected)
-          return join("rank ", plan_.members[from], " sends ", sent, " elements to rank ",
-                      plan_.members[to], ", which expects ", expected,
-                      "; the input splits of the sender must match the output splits of ",
-                      "the receiver");
-      }
-    }
-    return "";
-  }
+  std::string disagreement() const override { return difference(plan_.members, sizes_); }
 
   Step step(Port& port) override {
     if (decode_next()) return Step::kWorked;
@@ -103,16 +77,13 @@ class AllToAll : public Algorithm {
     incoming_.push_back({std::move(arrival), &chunk});
   }
   bool awaits_eager(int, size_t bytes) const override {
-    return bytes == 2 * sizes_.size() * sizeof(int64_t);
+    return bytes == BlockSizes::bytes(sizes_.size());
   }
   void take_eager(int source, Bytes payload) override {
-    std::vector<int64_t> numbers(payload.size() / sizeof(int64_t));
-    std::memcpy(numbers.data(), payload.data(), payload.size());
-    const auto middle = numbers.begin() + static_cast<ptrdiff_t>(sizes_.size());
-    sizes_of(source) = {{numbers.begin(), middle}, {middle, numbers.end()}};
+    sizes_of(source) = BlockSizes::from_bytes(payload, sizes_.size());
   }
 
-  Sizes& sizes_of(int rank) {
+  BlockSizes& sizes_of(int rank) {
     const auto& members = plan_.members;
     return sizes_[std::lower_bound(members.begin(), members.end(), rank) - members.begin()];
   }
@@ -176,7 +147,7 @@ class AllToAll : public Algorithm {
   const Plan plan_;
   const Layout layout_;
   const int most_unreleased_;
-  std::vector<Sizes> sizes_;        // per member
+  std::vector<BlockSizes> sizes_;   // per member
   std::vector<Outgoing> outgoing_;  // all messages of this rank, in their order
   size_t next_ = 0;                 // of them
   std::vector<size_t> arrived_;     // messages, per source

@@ -47,7 +47,6 @@ std::string algorithms_of(const Verb& verb) {
 }
 
 std::string describe_verbs() {
-  static constexpr const char* kResiduals[] = {"", "cpu", "any"};
   std::string rows;
   for (const Verb& verb : kVerbs) {
     rows += join(rows.empty() ? "" : ", ", "{\"id\": ", verb.id, ", \"name\": \"", verb.name, "\"");
@@ -61,8 +60,8 @@ std::string describe_verbs() {
     add("gathers", verb.gathers);
     add("lists", verb.lists);
     add("shards", verb.shards());
-    rows += join(", \"residuals\": \"", kResiduals[static_cast<int>(verb.residuals)],
-                 "\", \"algorithms\": [", algorithms_of(verb), "]}");
+    add("residuals", verb.residuals);
+    rows += join(", \"algorithms\": [", algorithms_of(verb), "]}");
   }
   return "[" + rows + "]";
 }

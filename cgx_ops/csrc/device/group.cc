@@ -2,12 +2,17 @@
 
 #include <algorithm>
 #include <cstdio>
+#include <functional>
 #include <mutex>
+#include <optional>
 #include <span>
 #include <vector>
 
+#include "algorithm/block_sizes.h"
+#include "base/bytes.h"
 #include "base/hash.h"
 #include "base/status.h"
+#include "device/agree.h"
 #include "device/direct.h"
 #include "device/library.h"
 #include "device/mpi_fabric.h"
@@ -21,6 +26,57 @@ namespace {
 void warn_once(const std::string& text) {
   static std::once_flag warned;
   std::call_once(warned, [&] { std::fprintf(stderr, "cgx: %s\n", text.c_str()); });
+}
+
+// What a rank tells the others before a call with splits. The sizes of its blocks follow.
+struct Announced {
+  Agreement agreement;
+  int64_t rounds;
+};
+constexpr int kMostRanksWithSplits = 200;
+static_assert(sizeof(Announced) + 2 * kMostRanksWithSplits * sizeof(int64_t) < 4000);
+
+// With splits, each rank knows the sizes of its own blocks only. Compares the calls of all ranks on
+// the host, which waits for them, and returns the number of rounds of the rank that has most. If
+// make_rounds() throws on some rank, this does on all.
+int64_t agree_on_blocks(HostLink& host, const Plan& plan, const Agreement& agreement,
+                        const std::string& name, uint64_t number, Group::Seconds timeout,
+                        const std::function<const Rounds&()>& make_rounds) {
+  const std::string title = join("device collective ", title_of(name, number));
+  const size_t size = plan.members.size();
+  require(size <= kMostRanksWithSplits, CGX_UNSUPPORTED, title, ": all_to_all over ", size,
+          " ranks with sizes is not supported on GPUs; accepted: at most ", kMostRanksWithSplits);
+  const auto announce = [&] {
+    Bytes mine = to_bytes(Announced{agreement, make_rounds().count()});
+    const Bytes sizes = BlockSizes::of(plan).to_bytes();
+    mine.insert(mine.end(), sizes.begin(), sizes.end());
+    return mine;
+  };
+  std::vector<Bytes> blobs;
+  std::string why;
+  try {
+    require(all_succeed(host, join("blocks of call ", number), timeout, announce, &blobs, &why),
+            CGX_UNSUPPORTED, why);
+  } catch (const Error& error) {
+    throw Error(error.status(), join(title, ": ", error.what()));
+  }
+  std::vector<BlockSizes> all;
+  int64_t rounds = 1, largest = 1;
+  for (size_t rank = 0; rank < size; ++rank) {
+    const std::span<const std::byte> blob(blobs[rank]);
+    const size_t head = std::min(blob.size(), sizeof(Announced));
+    const auto theirs = from_bytes<Announced>(blob.first(head), title, ": a blob of rank ", rank);
+    require(agreements_match(agreement, theirs.agreement), CGX_MISMATCH, title, ": rank ", rank,
+            " disagrees: ", difference(agreement, theirs.agreement));
+    all.push_back(BlockSizes::from_bytes(blob.subspan(head), size));
+    rounds = std::max(rounds, theirs.rounds);
+    for (const int64_t each : all.back().sent) largest = std::max(largest, each);
+  }
+  const std::string differs = difference(plan.members, all);
+  require(differs.empty(), CGX_MISMATCH, title, ": ", differs);
+  require(rounds <= largest, CGX_PEER_FAILED, title, ": a rank asks for ", rounds,
+          " rounds for at most ", largest, " elements");
+  return rounds;
 }
 
 }  // namespace
@@ -78,13 +134,26 @@ void Group::enqueue(Plan plan, Agreement agreement, const std::string& name, Sec
           "' use the wire '", wire_->name(),
           "', which needs the host for each call: run this collective outside of graphs, or use "
           "GPUs that can access each other's memory");
-  const Rounds rounds(std::move(plan));
+  const bool has_splits = plan.has_splits;
+  std::optional<Rounds> made;
+  const auto make_rounds = [&]() -> const Rounds& {
+    require(!recording, CGX_UNSUPPORTED,
+            "the stream is capturing a CUDA graph, but ranks must compare the sizes of blocks on "
+            "the host: run this collective outside of graphs");
+    return made.emplace(plan);
+  };
+  if (!has_splits) made.emplace(std::move(plan));
   const auto queue = device_.wrap(stream);
 
   const std::lock_guard lock(mutex_);
   require_well();
   agreement.segments_hash ^= fnv1a(std::as_bytes(std::span(name)));  // calls match by order, so
                                                                      // their names must match, too
+  const uint64_t number = calls_++;
+  const int64_t count =
+      has_splits ? agree_on_blocks(host_, plan, agreement, name, number, timeout, make_rounds)
+                 : made->count();
+  const Rounds& rounds = *made;
   recorded_ = recorded_ || recording;
   // Whoever replays a graph orders it, so it does not use events from outside.
   const auto order_next_after = [&] {
@@ -92,10 +161,9 @@ void Group::enqueue(Plan plan, Agreement agreement, const std::string& name, Sec
   };
   try {
     if (!recording) queue->wait_for(*last_end_);
-    wire_->begin({agreement, calls_++, name, timeout}, *queue);
+    wire_->begin({agreement, number, name, timeout}, *queue);
     try {
-      for (int64_t round = 0; round < rounds.count(); ++round)
-        rounds.run(round, *wire_, wire_->lane(round));
+      for (int64_t round = 0; round < count; ++round) rounds.run(round, *wire_, wire_->lane(round));
     } catch (const Error&) {  // part of it is enqueued and uses the caller's memory
       wire_->end(*queue);
       throw;

@@ -187,12 +187,16 @@ void Steps::reduce(const Round& round, const Received& messages,
         piece.reduced = message + reduced.at;
       } else {
         piece.result = plan_.output + cpu.output_at + plan_.bytes(first);
-        piece.residual = nullptr;  // values have no quantization error
+        if (one_shot()) piece.residual = nullptr;  // it is that of my message
       }
       batch.add(piece);
     });
   }
   batch.flush();
+  if (to_message || one_shot()) return;
+  // My own values were not quantized.
+  for (const CpuPiece& cpu : pieces_of(layout_.shard(plan_.rank), round))
+    if (cpu.residual) round.queue.clear(cpu.residual, plan_.bytes(cpu.numel));
 }
 
 void Steps::decode(const Round& round, const Received& messages) const {
@@ -201,9 +205,12 @@ void Steps::decode(const Round& round, const Received& messages) const {
   launch.regions = round.regions;
   launch.fault = round.fault;
   Batch<Decode> batch(round.queue, &Queue::decode, launch);
-  for (int owner = 0; owner < plan_.size; ++owner)
-    for (const CpuPiece& cpu : pieces_of(layout_.shard(owner), round)) {
-      const Runs runs(cpu, Stage::kGather);
+  const bool exchanges = plan_.verb->exchanges();
+  const Stage stage = exchanges ? Stage::kScatter : Stage::kGather;
+  for (int owner = 0; owner < plan_.size; ++owner) {
+    const Shard& shard = exchanges ? layout_.received(owner) : layout_.shard(owner);
+    for (const CpuPiece& cpu : pieces_of(shard, round)) {
+      const Runs runs(cpu, stage);
       for_runs(plan_, cpu, runs, [&](Piece piece, int64_t first) {
         const Coded coded = runs.coded(first);
         piece.message = at(messages, owner) + coded.at;
@@ -213,10 +220,21 @@ void Steps::decode(const Round& round, const Received& messages) const {
         batch.add(piece);
       });
     }
+  }
   batch.flush();
 }
 
+void copy_own_block(const Plan& plan, Queue& queue) {
+  const auto& from = plan.sends[plan.rank];
+  const auto& to = plan.receives[plan.rank];
+  for (size_t i = 0; i < from.size(); ++i)
+    if (from[i].numel > 0)
+      queue.copy(plan.output + to[i].output_at, plan.input + from[i].input_at,
+                 plan.bytes(from[i].numel));
+}
+
 void pass_through(const Plan& plan, Queue& queue) {
+  if (plan.verb->exchanges()) return copy_own_block(plan, queue);
   Reduce launch{};  // the sum of one rank's values and residual, divided
   launch.dtype = plan.dtype;
   launch.op = plan.op;

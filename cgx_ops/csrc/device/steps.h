@@ -33,14 +33,16 @@ class Steps {
   // Error(CGX_UNSUPPORTED) if GPUs do not support a codec.
   Steps(const Plan& plan, const Layout& layout);
 
-  // Encodes values to be summed, for each owner or (one_shot) for all; or my block, for all.
+  // Encodes values to be summed, for each owner or (one_shot) for all; or my block, for all; or the
+  // block for each other rank.
   // to[owner] is the address of a message; a message for all is written to each distinct address.
   void encode(const Round& round, std::span<std::byte* const> to) const;
   // Reduces my shard or (one_shot) everything, in rank order. My own values are raw unless I sent
   // them, too: then my message is not read. Writes the sum as a message to `to`, or as values if
   // `to` is empty.
   void reduce(const Round& round, const Received& messages, std::span<std::byte* const> to) const;
-  // Decodes all shards, including mine, so that all ranks have the same bits.
+  // Decodes all shards, including mine, so that all ranks have the same bits. In an all_to_all:
+  // the block from each other rank.
   void decode(const Round& round, const Received& messages) const;
 
   // The chunk of a shard in a round; null after the end of the shard.
@@ -55,6 +57,9 @@ class Steps {
   const Layout& layout_;
   RoundingMode rounding_ = RoundingMode::kNearest;  // of all segments
 };
+
+// Copies this rank's block to itself, in an all_to_all.
+void copy_own_block(const Plan& plan, Queue& queue);
 
 // The collective of one rank: copies, adds residuals and divides for avg. Nothing is encoded, so
 // new residuals are 0.

@@ -1,9 +1,10 @@
 """The torch.distributed backend "cgx".
 
 cgx_ops runs every allreduce (sum, avg, min, max, product) of float32, float16 and bfloat16 tensors.
-CUDA tensors need a build with CUDA. CPU tensors also have all_to_all_single and, inside
-`compressed()`, send and recv. An inner gloo or NCCL backend runs all other collectives. The
-communicator of a group has the group's name: `cgx_ops.Communicator.find(group.group_name)`.
+CUDA tensors need a build with CUDA. It also runs all_to_all_single, of CUDA tensors only inside
+`compressed()`, and there send and recv of CPU tensors. An inner gloo or NCCL backend runs all other
+collectives. The communicator of a group has the group's name:
+`cgx_ops.Communicator.find(group.group_name)`.
 
 An allreduce is compressed only if all of the following hold; otherwise it is exact:
 

@@ -70,7 +70,7 @@ LOCO = Feedback(bits=8, average=0.8, reset=1024)
 
 
 def _encoded(residual: torch.Tensor) -> torch.Tensor:
-    encoded = codec.quantize(residual.numpy(), _EIGHT_BITS)
+    encoded = codec.quantize(residual.cpu().numpy(), _EIGHT_BITS)
     return torch.from_numpy(np.frombuffer(encoded, np.uint8).copy())
 
 
@@ -121,7 +121,8 @@ class Kept:
         if self.feedback.bits == 32:
             residual = self.residuals.of(name, values)
             return residual if self.feedback.average == 0 else residual.clone()
-        return self._decoded(name, values.numel()).to(values.dtype)
+        decoded = self._decoded(name, values.numel())
+        return decoded.to(device=values.device, dtype=values.dtype)
 
     @full_precision()
     def put(self, name: str, lost: torch.Tensor) -> None:
@@ -133,8 +134,8 @@ class Kept:
             if share:
                 known[name].mul_(share).add_(lost, alpha=1 - share)
         else:
-            new = self._decoded(name, lost.numel()).mul_(share).add_(lost.float(), alpha=1 - share)
-            known[name] = _encoded(new)
+            new = self._decoded(name, lost.numel()).mul_(share)
+            known[name] = _encoded(new.add_(lost.float().cpu(), alpha=1 - share))
         if feedback.reset and count % feedback.reset == 0:
             del known[name]
 

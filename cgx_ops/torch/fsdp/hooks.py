@@ -79,7 +79,7 @@ def compress(
             biases and other one-dimensional parameters exact. `cgx_ops.torch.exclude_layer` and
             similar functions have no effect on FSDP2. Equal on all ranks.
         feedback: how residuals of gradients are stored, for example `LOCO`. None: `Feedback()` if
-            `gradients.keeps_residuals` is True. CPU only.
+            `gradients.keeps_residuals` is True.
         adaptive: a `cgx_ops.planner.AdaptiveBits` that adapts the bits of each parameter's
             gradient, with the error of gradients.bits; for compressor "entropy" the rates, with the
             mean gradients.rate. Parameters whose bits or rate a rule sets keep them. Measured on

@@ -188,7 +188,7 @@ def reduce_scatter(
             CPU generator.
         group: the ranks: a process group of any backend, a one-dimensional DeviceMesh, or a group's
             name. None: all ranks.
-        residual: error feedback for CPU tensors: reduces `x + residual` and returns a new residual.
+        residual: error feedback: reduces `x + residual` and returns a new residual.
             Same shape and dtype as `x`; start with zeros.
         name: identifies the call across ranks. Needed only if several threads start collectives.
 
@@ -199,7 +199,6 @@ def reduce_scatter(
     Raises:
         ValueError: `op`, a field of the config or the group is invalid, the residual has another
             shape, or the first dimension is not divisible by the number of ranks.
-        NotImplementedError: a residual was given for a CUDA tensor.
         TypeError: the dtype, layout or device is not supported, or `config` or `group` has the
             wrong type.
         torch.distributed.DistBackendError: ranks called with different arguments, or a peer failed.
@@ -289,7 +288,7 @@ def all_to_all(
     copied exactly. The gradient is an all_to_all of the incoming gradient, back to the senders.
 
     Args:
-        x: a float32, float16 or bfloat16 CPU tensor with at least one dimension.
+        x: a float32, float16 or bfloat16 tensor with at least one dimension.
         output_split_sizes: rows of the block from each rank. None: equal blocks, of as many rows in
             all as `x`.
         input_split_sizes: rows of the block for each rank; they add up to the rows of `x`. None:
@@ -312,7 +311,6 @@ def all_to_all(
     Raises:
         ValueError: sizes are negative, too few or too many, or do not add up, equal blocks are not
             possible, or a field of a config or the group is invalid.
-        NotImplementedError: `x` is on a GPU.
         TypeError: the dtype or layout is not supported, or `config`, `grad_config` or `group` has
             the wrong type.
         torch.distributed.DistBackendError: a rank sends a block of another size than its receiver

@@ -37,6 +37,7 @@ and repetitions by activation checkpointing have other indices.
 
 **GPUs.** A call puts the collective on the current stream and returns, like any kernel. If the
 ranks' GPUs are connected directly, it can be recorded (torch.cuda.graph, mode="reduce-overhead").
+The exception is all_to_all, whose ranks compare the sizes of blocks on the host.
 
 **Coalesced forms** send a list of tensors of one dtype and device as one message. Each tensor has
 separate buckets (and a minimal_size), and the same result as if it were reduced alone by the
@@ -51,12 +52,13 @@ bits=32, and compressors with which feedback does not converge, are rejected.
 **reduce_scatter and all_gather.** reduce_scatter returns this rank's block of the first dimension,
 which must be divisible by the number of ranks. all_gather concatenates along the first dimension.
 Each is the gradient of the other; the gradient of an averaging reduce_scatter is divided by the
-number of ranks. Both support only carrier="native", and residuals only on the CPU.
+number of ranks. Both support only carrier="native".
 
 **all_to_all** sends a block of rows to each rank and concatenates those from all ranks. Sizes count
 rows, one for each rank; None: equal blocks. Each block begins new buckets; the own one is copied
 exactly. The gradient is an all_to_all back to the senders, in `grad_config` (a text; "" is exact).
-Only CPU tensors and carrier="native". If a rank's sizes are invalid, the other ranks raise, too.
+Only carrier="native". If a rank's sizes are invalid, the other ranks raise, too (on GPUs at their
+deadline, after which the group is closed).
 
 **Carrier.** `carrier="c10d"` sends by torch's own collectives, all_to_all_single and
 all_gather_into_tensor of uint8, with the same bits in the result. `group_name` is then any group of

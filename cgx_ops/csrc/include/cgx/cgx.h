@@ -287,7 +287,7 @@ typedef enum cgx_verb_t {
  * Each row has "id", "name", "blocks_in" and "blocks_out" (whether input or output hold one block
  * per rank), "shards" (whether both hold a single block), "reduces" (whether op is used),
  * "scatters" and "gathers" (its stages), "lists" (whether it accepts inputs and outputs),
- * "residuals" ("", "cpu" or "any") and "algorithms" (a list of those that run it).
+ * "residuals" (whether it accepts residuals) and "algorithms" (a list of those that run it).
  *
  * @return A static string. */
 CGX_API const char* cgx_verbs(void);
@@ -350,8 +350,8 @@ typedef struct cgx_collective_t {
    * plus old residuals equal the sum plus new residuals. Errors that are not finite become 0. After
    * a failure residuals are unspecified.
    *
-   * reduce_scatter: supported on the CPU only. The address is that of the first block's residual;
-   * those of the other blocks follow at a distance of block_numel elements. */
+   * reduce_scatter: the address is that of the first block's residual; those of the other blocks
+   * follow at a distance of block_numel elements. */
   void* const* residuals;
   int64_t divisor; /**< Divisor of CGX_AVG; 0: the number of ranks. */
   int32_t device;  /**< A cgx_device_t: where all buffers are. */
@@ -464,19 +464,21 @@ CGX_API cgx_status_t cgx_run_for(const cgx_collective_t* collective, double seco
 
 /** Enqueue a collective on GPU buffers (device = CGX_CUDA) on collective->stream.
  *
- * Returns without waiting for the GPU or for peers, with two exceptions. A communicator's first
+ * Returns without waiting for the GPU or for peers, with three exceptions. A communicator's first
  * call connects the ranks' GPUs. With the wires "nccl" and "mpi" every call waits on the host until
- * all ranks have made it, and with "mpi" also for the stream and for the messages. Each wait is
- * bounded by the timeout. Results are visible to later work on the stream, and inputs must stay
- * valid until then, as with any kernel.
+ * all ranks have made it, and with "mpi" also for the stream and for the messages. A call with
+ * splits waits for all ranks, too, since they compare the sizes. Each wait is bounded by the
+ * timeout. Results are visible to later work on the stream, and inputs must stay valid until then,
+ * as with any kernel.
  *
  * The GPU collectives of a communicator run one after another, in the order of the calls. The order
- * must be equal on all ranks, otherwise they fail with CGX_MISMATCH. All buffers of a rank must be
+ * must be equal on all ranks, otherwise they fail with CGX_MISMATCH, or with CGX_TIMEOUT if one of
+ * them has splits. All buffers of a rank must be
  * on one GPU, in all calls on the communicator.
  *
- * CUDA graphs: with the wire "direct" the stream may be capturing. The caller must order replays
- * with the communicator's other collectives, equally on all ranks, and must let them end before the
- * communicator is closed.
+ * CUDA graphs: with the wire "direct" the stream may be capturing, unless there are splits. The
+ * caller must order replays with the communicator's other collectives, equally on all ranks, and
+ * must let them end before the communicator is closed.
  *
  * Late failures (a deadline, a lost peer, a mismatch) write NaN to all results that are not
  * complete, and close the communicator for GPUs. The next cgx_enqueue and cgx_comm_check return the

@@ -14,9 +14,6 @@
 
 namespace cgx {
 
-// Where a collective supports residuals (error feedback).
-enum class Residuals { kNone, kOnCpu, kAnywhere };
-
 // Which algorithms of a config a collective supports.
 enum class Algorithms {
   kAll,
@@ -36,8 +33,8 @@ struct Verb {
   // Gather: each owner sends its result to all ranks; without this stage only the owner has it. A
   // rank owns its block or, if both buffers hold a single block, a shard of that block.
   bool scatters = false, gathers = false;
-  bool lists = false;  // whether lists of pointers, one per segment, may replace the buffers
-  Residuals residuals = Residuals::kNone;
+  bool lists = false;      // whether lists of pointers, one per segment, may replace the buffers
+  bool residuals = false;  // whether it supports residuals (error feedback)
   Algorithms algorithms = Algorithms::kAll;
 
   constexpr bool shards() const { return !blocks_in && !blocks_out; }  // whether ranks own shards
@@ -53,13 +50,13 @@ inline constexpr Verb kVerbs[] = {
      .scatters = true,
      .gathers = true,
      .lists = true,
-     .residuals = Residuals::kAnywhere},
+     .residuals = true},
     {.id = CGX_REDUCE_SCATTER,
      .name = "reduce_scatter",
      .blocks_in = true,
      .reduces = true,
      .scatters = true,
-     .residuals = Residuals::kOnCpu,
+     .residuals = true,
      .algorithms = Algorithms::kLevels},
     {.id = CGX_ALL_GATHER,
      .name = "all_gather",

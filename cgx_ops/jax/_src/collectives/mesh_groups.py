@@ -189,11 +189,6 @@ def _lower_cuda(ctx: Any, operands: Sequence[Any], settings: Settings) -> Any:
             f"{settings.function} with carrier='xla' supports only CPU devices, and its operands "
             "are on GPUs: use carrier='native'"
         )
-    if settings.verb == "all_to_all":
-        raise NotImplementedError(
-            f"{settings.function} supports only CPU devices, and its operands are on GPUs: use "
-            f"{uncompressed(settings.function)}, or exchange on CPU devices"
-        )
     refuse_on_gpus(settings.function, settings.configs)
     mesh = compat.mesh_of(ctx)
     groups = _groups(mesh, settings.groups.axes)

@@ -184,7 +184,7 @@ def all_to_all_q(
     """Exchange blocks among all devices of a group, quantized, like `jax.lax.all_to_all`.
 
     The sender encodes each block once, and the receiver decodes it. A device's block for itself is
-    copied exactly. If several processes have several devices of a group each, blocks between
+    copied exactly. If several processes have several CPU devices of a group each, blocks between
     devices of one process are exact, too. The derivative is the exact one of `jax.lax.all_to_all`.
 
     Args:
@@ -211,7 +211,7 @@ def all_to_all_q(
             `psum_q`.
         NameError: An axis name is not bound by a `shard_map` around the call.
         TypeError: A leaf, key or static argument has the wrong type, as in `psum_q`.
-        NotImplementedError: The operands are on GPUs; see also `psum_scatter_q`.
+        NotImplementedError: As in `psum_scatter_q`.
         RuntimeError: Processes cannot connect natively, or the mesh is abstract, as in `psum_q`.
         jax.errors.JaxRuntimeError: At run time, a peer failed, as in `psum_q`.
 
