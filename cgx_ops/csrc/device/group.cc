@@ -28,7 +28,7 @@ void warn_once(const std::string& text) {
   std::call_once(warned, [&] { std::fprintf(stderr, "cgx: %s\n", text.c_str()); });
 }
 
-// What a rank tells the others before a call with splits. The sizes of its blocks follow.
+// The message of a rank before a call with splits. The sizes of its blocks follow.
 struct Announced {
   Agreement agreement;
   int64_t rounds;
@@ -36,8 +36,8 @@ struct Announced {
 constexpr int kMostRanksWithSplits = 200;
 static_assert(sizeof(Announced) + 2 * kMostRanksWithSplits * sizeof(int64_t) < 4000);
 
-// With splits, each rank knows the sizes of its own blocks only. Compares the calls of all ranks on
-// the host, which waits for them, and returns the number of rounds of the rank that has most. If
+// With splits, no rank knows the blocks of the others. Compares the calls of all ranks on the host,
+// which waits for them, and returns the number of rounds of the rank that has most. If
 // make_rounds() throws on some rank, this does on all.
 int64_t agree_on_blocks(HostLink& host, const Plan& plan, const Agreement& agreement,
                         const std::string& name, uint64_t number, Group::Seconds timeout,
