@@ -40,7 +40,7 @@ def test_nothing_grows(tmp_path: Path) -> None:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("transport", ["SHM", "TCP"])
 def test_a_newcomer_is_lost_in_any_phase(tmp_path: Path, transport: str) -> None:
-    """A sample; docs/guides/torch/elastic.md has the result of 1,000."""
+    """A sample; docs/guides/torch/elastic.md has the result of 600."""
     outputs = launch.processes(
         4, "run_torch_reconfigure_faults.py", tmp_path, 30,
         env={"COMMUNICATOR_TYPE": transport}, timeout=280,
