@@ -60,31 +60,33 @@ def connect(uuid: int, ranks: range) -> None:
     dist._reconfigure(uuid, handles, timeout=DEADLINE).wait()
 
 
-reduced_at = -math.inf  # when a call has ended
+leaving = False
 
 
 def reduce_until_an_error() -> None:
-    global reduced_at
-    while True:
+    while not leaving:
         group.digest()
-        reduced_at = time.monotonic()
 
 
 # ---- The newcomer --------------------------------------------------------------------------------
 
 
 def be_away(delay: float) -> None:
-    """Lose what arrives at the connections of this moment; end if that has no effect."""
+    """Lose what arrives at the connections of this moment."""
     time.sleep(delay)
     with links.away(group.store.port):
         time.sleep(AWAY)
-    time.sleep(DEADLINE.total_seconds())
-    if time.monotonic() - reduced_at < 1:
-        os._exit(0)
+
+
+def leave(*_: object) -> None:
+    """Handle a signal: end the loop of reductions, if no fault has."""
+    global leaving
+    leaving = True
 
 
 def newcomer(turn: int) -> None:
     """Join the others and reduce; end with status 0 after an error."""
+    signal.signal(signal.SIGUSR1, leave)
     group.store = group.open_store()
     start()
     fault, delay = fault_of(turn)
@@ -113,6 +115,11 @@ def breed(turn: int) -> None:
         os.kill(child, signal.SIGSTOP)
         time.sleep(AWAY)
         os.kill(child, signal.SIGCONT)
+    else:
+        time.sleep(AWAY)
+    if fault != "kill":  # it may have been over before a deadline began
+        time.sleep(DEADLINE.total_seconds())
+        os.kill(child, signal.SIGUSR1)
     until = time.monotonic() + AWAY + LONGEST
     while (ended := os.waitpid(child, os.WNOHANG))[0] == 0:
         assert time.monotonic() < until, f"the newcomer of round {turn} hangs after {fault}"
