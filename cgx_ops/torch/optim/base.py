@@ -220,8 +220,7 @@ class ExchangingOptimizer(Optimizer):
     def _require_same_states(self, *, by_scaler: bool) -> None:
         """Compare parameters and settings across ranks. Collective."""
         fields: dict[str, object] = {"step": self.exchange.steps, "a GradScaler:": by_scaler}
-        for i, group in enumerate(self.param_groups):
-            settings = {name: value for name, value in group.items() if name != "params"}
+        for i, settings in enumerate(self._common()["groups"]):
             fields |= {f"group {i}'s {name}": value for name, value in settings.items()}
         for i, p in enumerate(p for group in self.param_groups for p in group["params"]):
             values = p.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
