@@ -2,8 +2,10 @@
 
     mpirun -np 2 python run_torch_losses.py FOLDER
 
-Writes FOLDER/<name>.npz for each method: the initial weights by name, "batches" (steps, ranks,
-examples, features) and "losses" (steps, ranks).
+Writes FOLDER/<name>.npz for each method. For hooks: the initial weights by name, "batches" (steps,
+ranks, examples, features) and "losses" (steps, ranks). For optimizers and outer loops, by the
+parameter's name: "first/", "given/" (steps, ranks, ...: gradients, or moves of inner steps) and the
+final "params/".
 """
 
 import sys
@@ -58,6 +60,16 @@ def deep_gradient() -> None:
         record(name, model, torch.optim.SGD(model.parameters(), 0.01), 0.1)
 
 
+def initial(model: nn.Module) -> dict[str, Any]:
+    """Return the parameters, and random values for each step and rank."""
+    found: dict[str, Any] = {}
+    for n, p in model.named_parameters():
+        shape = len(STEPS), SIZE, *p.shape
+        found[f"first/{n}"] = p.detach().numpy().copy()
+        found[f"given/{n}"] = np.random.default_rng(p.numel()).standard_normal(shape, np.float32)
+    return found
+
+
 def optimizers_that_average() -> None:
     for name, make in torch_hooks.optim.MAKERS.items():
         model = network()
@@ -65,24 +77,26 @@ def optimizers_that_average() -> None:
         # a whole group of values.
         own = {"warmup_config": torch_hooks.optim.NEAREST, "config": SIGNS}
         own = {} if name == "signum" else own
-        record(name, model, make(model.parameters(), **own))
+        optimizer = make(model.parameters(), **own)
+        found = initial(model)
+        for step in STEPS:
+            for n, p in model.named_parameters():
+                p.grad = torch.from_numpy(found[f"given/{n}"][step, RANK])
+            optimizer.step()
+        if RANK == 0:
+            found |= {f"params/{n}": p.detach().numpy() for n, p in model.named_parameters()}
+            np.savez(FOLDER / f"{name}.npz", **found)
 
 
 def outer_loops() -> None:
-    """Record each loop's initial and final parameters, and the updates of its inner steps."""
+    """Record each loop's final parameters and residuals, too."""
     for name, make in torch_hooks.diloco.IN_BOTH.items():
         model = network()
         loop = make(model)
-        found: dict[str, Any] = {
-            f"first/{n}": p.detach().numpy().copy() for n, p in model.named_parameters()
-        }
-        for n, p in model.named_parameters():
-            shape = len(STEPS), SIZE, *p.shape
-            moves = np.random.default_rng(p.numel()).standard_normal(shape, np.float32) / 8
-            found[f"moves/{n}"] = moves
+        found = initial(model)
         for step in STEPS:
             for n, p in model.named_parameters():
-                p.data += torch.from_numpy(found[f"moves/{n}"][step, RANK])
+                p.data += torch.from_numpy(found[f"given/{n}"][step, RANK] / 8)
             loop.step()
         for n, outer, p in zip(loop.names, loop.outer_parameters, loop.parameters, strict=True):
             found[f"outer/{n}"] = outer.detach().numpy()
