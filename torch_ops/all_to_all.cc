@@ -52,7 +52,7 @@ Sizes equal_blocks(const at::Tensor& x, const Options& options, const char* what
   if (x.is_meta() || is_traced({at::Tensor(x)}))
     require_divisible();
   else
-    or_refuse(options, require_divisible);
+    or_refuse(options, x, require_divisible);
   return Sizes(ranks, x.sym_size(0) / ranks);
 }
 
@@ -132,7 +132,7 @@ Exchanged exchange_of(const at::Tensor& x, c10::SymIntArrayRef output_sizes,
                       c10::SymIntArrayRef input_sizes, const Seed& seed, std::string_view call,
                       std::string_view group_name) {
   Exchanged made{checked_exchange(x, seed, call, group_name), {}, {}};
-  or_refuse(made.options, [&] {
+  or_refuse(made.options, x, [&] {
     check_blocks(x, output_sizes, input_sizes, made.options);
     const c10::SymDimVector shape = result_shape(x, output_sizes);
     made.buffers = {.input = x.contiguous(),

@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "backend.h"
+#include "kernels.h"
 #include "status.h"
 #include "work.h"
 
@@ -70,7 +71,7 @@ Backend::WorkRef Backend::exchange_in_core(const at::Tensor& output, const at::T
                .results = {output}};
     if (!in_place) buffers.deliver = [from = buffers.output, output] { output.copy_(from); };
   } catch (const c10::Error& error) {  // perhaps on this rank only
-    cgx_refuse(&call.get(), CGX_PEER_FAILED, error.what_without_backtrace());
+    refuse(std::move(call), input, error);
     throw;
   }
   call.fields.output = buffers.output.mutable_data_ptr();

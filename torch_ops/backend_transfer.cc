@@ -16,6 +16,7 @@
 #include "backend.h"
 #include "cgx/completion_pool.h"
 #include "core.h"
+#include "kernels.h"
 #include "named_work.h"
 #include "status.h"
 #include "work.h"
@@ -132,7 +133,7 @@ Backend::WorkRef Backend::transfer_in_core(const at::Tensor& tensor, const Messa
     try {
       at::assert_no_internal_overlap(tensor);
     } catch (const c10::Error& error) {
-      cgx_refuse(&call.get(), CGX_PEER_FAILED, error.what_without_backtrace());
+      refuse(std::move(call), tensor, error);
       throw;
     }
     const bool in_place = tensor.is_contiguous() && !tensor.is_neg();

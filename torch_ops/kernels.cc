@@ -6,6 +6,7 @@
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/scalar_tensor.h>
 #include <ATen/record_function.h>
+#include <c10/core/DeviceGuard.h>
 
 #include <atomic>
 #include <limits>
@@ -138,13 +139,21 @@ c10::intrusive_ptr<c10d::Work> launch(Buffers buffers, at::IntArrayRef numels, c
   return start(call.get(), std::move(buffers), type);
 }
 
-void or_refuse(const Options& options, const std::function<void()>& check) {
+void refuse(CallBuilder call, const at::Tensor& x, const c10::Error& error) {
+  static constexpr int64_t kNotRead = 0;
+  const c10::DeviceGuard guard(x.device());
+  if (x.is_cuda()) call.fields.device = CGX_CUDA;
+  if (call.fields.verb == CGX_ALL_TO_ALL) call.fields.input_splits = &kNotRead;
+  cgx_refuse(&call.get(), CGX_PEER_FAILED, error.what_without_backtrace());
+}
+
+void or_refuse(const Options& options, const at::Tensor& x, const std::function<void()>& check) {
   try {
     check();
   } catch (const c10::Error& error) {
     CallBuilder call = options.collective();
     call.fields.comm = communicator_of(options);
-    cgx_refuse(&call.get(), CGX_PEER_FAILED, error.what_without_backtrace());
+    refuse(std::move(call), x, error);
     throw;
   }
 }

@@ -55,9 +55,13 @@ void run(const Buffers& buffers, at::IntArrayRef numels, const Seed& seed, const
 c10::intrusive_ptr<c10d::Work> launch(Buffers buffers, at::IntArrayRef numels, const Seed& seed,
                                       const Options& options, const Splits* splits = nullptr);
 
-// Runs `check`. If it throws, tells the other ranks that this one will not start the call, so that
-// they do not wait: for arguments that may be invalid on one rank only.
-void or_refuse(const Options& options, const std::function<void()>& check);
+// Announces that this rank will not start a call on x, so that the others do not wait. `call` has
+// the verb and the communicator.
+void refuse(CallBuilder call, const at::Tensor& x, const c10::Error& error);
+
+// Runs `check`, and refuses the call if it throws: for arguments that may be invalid on one rank
+// only.
+void or_refuse(const Options& options, const at::Tensor& x, const std::function<void()>& check);
 
 // Throws unless there is a seed on the CPU or on x's device, if `options` need one.
 void check_seed(const at::Tensor& x, const Seed& seed, const Options& options);

@@ -102,7 +102,7 @@ struct Prepared {
 Prepared prepared(int32_t verb, const at::Tensor& x, at::TensorList residuals, const Seed& seed,
                   std::string_view call, int64_t size, std::string_view group_name) {
   Checked known = checked(verb, x, residuals, seed, call, size, group_name);
-  or_refuse(known.options, [&] { require_size(known.options, size); });
+  or_refuse(known.options, x, [&] { require_size(known.options, size); });
   Buffers buffers{.input = x.contiguous(),
                   .output = at::empty(C10_AS_INTARRAYREF_SLOW(known.shape), x.options())};
   const at::Tensor& block = verb == CGX_ALL_GATHER ? buffers.input : buffers.output;

@@ -273,6 +273,14 @@ void Communicator::enqueue(const cgx_collective_t& call, device::Device& device)
       .enqueue(std::move(made), agreement, call.name ? call.name : "", at_most, call.stream);
 }
 
+void Communicator::refuse(const cgx_collective_t& call, device::Device& device,
+                          const std::string& message) {
+  if (!engine_ || !call.input_splits) return;  // ranks compare calls with splits only
+  const auto current = device.make_current();
+  const Seconds at_most = timeout_of(call);
+  devices(device, at_most).refuse(cut(message, kLongestRefusal), at_most);
+}
+
 void Communicator::check_devices(bool finish) {
   if (device::Group* group = connected_) group->check(finish);
 }

@@ -51,8 +51,10 @@ class Communicator {
   // Announces that this rank takes no part in the collective with this key.
   void refuse(const cgx_collective_t& call, cgx_status_t status, const std::string& message);
 
-  // cgx_enqueue and cgx_comm_check. `device` is where the call's buffers are.
+  // cgx_enqueue, cgx_refuse of such a call, and cgx_comm_check. `device` is where the call's
+  // buffers are.
   void enqueue(const cgx_collective_t& call, device::Device& device);
+  void refuse(const cgx_collective_t& call, device::Device& device, const std::string& message);
   void check_devices(bool finish);
 
   // Returns the blobs of all members (at most 4 KB each), in the order of `members`. Calls are

@@ -167,6 +167,16 @@ void block_sizes_that_differ_are_an_error_on_all_ranks() {
       CHECK(contains(text, says), "%s", text.c_str());
       good.enqueue(communicator, *job.devices[rank], stream);
       communicator.check_devices(true);
+      if (rank == 2) {
+        good.call.device = CGX_CUDA;
+        communicator.refuse(good.call, *job.devices[rank], "it has no blocks");
+      } else {
+        const std::string why = error_of(
+            [&] { good.enqueue(communicator, *job.devices[rank], stream); }, CGX_PEER_FAILED);
+        CHECK(contains(why, "rank 2: it takes no part: it has no blocks"), "%s", why.c_str());
+      }
+      good.enqueue(communicator, *job.devices[rank], stream);
+      communicator.check_devices(true);
       job.devices[rank]->is_recording = true;
       error_of([&] { good.enqueue(communicator, *job.devices[rank], stream); }, CGX_UNSUPPORTED);
       job.devices[rank]->is_recording = false;

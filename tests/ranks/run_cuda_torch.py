@@ -25,6 +25,7 @@ import pytest
 import torch
 import torch.distributed
 from cuda_methods import methods
+from failing import fails
 from support import through_host
 from support import torch_cases as tc
 from support.cuda_cases import (
@@ -55,6 +56,7 @@ from cgx_ops.torch import (
 )
 from cgx_ops.torch.averaging.exchange import Exchange
 from cgx_ops.torch.backend import make
+from cgx_ops.torch.backend.errors import PeerFailed
 
 dist: Any = torch.distributed  # its annotations refer to torch internals
 NEAREST = Config(bits=4, bucket_size=64, rounding="nearest", error_feedback=False)
@@ -207,6 +209,17 @@ def exchanges(r: int, n: int) -> None:
 
             numel = 7 * (100 * n if sizes[0] is None else sum(sent))
             as_on_the_cpu(call, tc.values(r, numel).reshape(-1, 7), (config, sizes))
+
+
+def refused_exchanges(r: int, n: int) -> None:
+    """Check that sizes which are invalid on one rank are an error on all, and close nothing."""
+    x, sizes = torch.ones(2 * n, device="cuda"), [2] * n
+    if r == 0:
+        fails(ValueError, "add up", lambda: all_to_all(x, sizes, [1] * n, config=NEAREST))
+    else:
+        fails(PeerFailed, "rank 0: it takes no", lambda: all_to_all(x, sizes, config=NEAREST))
+    exact = all_to_all(x, sizes, sizes, config=Config(bits=32))
+    assert torch.equal(exact, x)
 
 
 def scattered_feedback(r: int, n: int) -> None:

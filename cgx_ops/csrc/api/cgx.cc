@@ -301,7 +301,10 @@ cgx_status_t cgx_refuse(const cgx_collective_t* collective, cgx_status_t status,
     check_struct(collective, "cgx_collective_t");
     in_range("status", status, CGX_OK + 1, CGX_INTERNAL, "a cgx_status_t that is not CGX_OK");
     require(message, CGX_INVALID_ARGUMENT, "a refusal needs a message: pass a text");
-    Registry::instance().get(collective->comm)->refuse(*collective, status, message);
+    const auto communicator = Registry::instance().get(collective->comm);
+    if (collective->device == CGX_CPU) return communicator->refuse(*collective, status, message);
+    communicator->refuse(*collective, device::device_of(device::first_buffer(*collective)),
+                         message);
   });
 }
 

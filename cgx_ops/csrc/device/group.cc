@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstdio>
+#include <exception>
 #include <functional>
 #include <mutex>
 #include <optional>
@@ -36,6 +37,8 @@ struct Announced {
 constexpr int kMostRanksWithSplits = 200;
 static_assert(sizeof(Announced) + 2 * kMostRanksWithSplits * sizeof(int64_t) < 4000);
 
+std::string comparison_of(uint64_t number) { return join("blocks of call ", number); }
+
 // With splits, no rank knows the blocks of the others. Compares the calls of all ranks on the host,
 // which waits for them, and returns the number of rounds of the rank that has most. If
 // make_rounds() throws on some rank, this does on all.
@@ -46,17 +49,25 @@ int64_t agree_on_blocks(HostLink& host, const Plan& plan, const Agreement& agree
   const size_t size = plan.members.size();
   require(size <= kMostRanksWithSplits, CGX_UNSUPPORTED, title, ": all_to_all over ", size,
           " ranks with sizes is not supported on GPUs; accepted: at most ", kMostRanksWithSplits);
+  std::exception_ptr own;
   const auto announce = [&] {
-    Bytes mine = to_bytes(Announced{agreement, make_rounds().count()});
-    const Bytes sizes = BlockSizes::of(plan).to_bytes();
-    mine.insert(mine.end(), sizes.begin(), sizes.end());
-    return mine;
+    try {
+      Bytes mine = to_bytes(Announced{agreement, make_rounds().count()});
+      const Bytes sizes = BlockSizes::of(plan).to_bytes();
+      mine.insert(mine.end(), sizes.begin(), sizes.end());
+      return mine;
+    } catch (...) {
+      own = std::current_exception();
+      throw;
+    }
   };
   std::vector<Bytes> blobs;
   std::string why;
   try {
-    require(all_succeed(host, join("blocks of call ", number), timeout, announce, &blobs, &why),
-            CGX_UNSUPPORTED, why);
+    if (!all_succeed(host, comparison_of(number), timeout, announce, &blobs, &why)) {
+      if (own) std::rethrow_exception(own);
+      fail(CGX_PEER_FAILED, why);
+    }
   } catch (const Error& error) {
     throw Error(error.status(), join(title, ": ", error.what()));
   }
@@ -179,6 +190,15 @@ void Group::enqueue(Plan plan, Agreement agreement, const std::string& name, Sec
     }
     throw;
   }
+}
+
+void Group::refuse(const std::string& why, Seconds timeout) {
+  const auto step = [&]() -> Bytes { fail(CGX_PEER_FAILED, "it takes no part: ", why); };
+  std::vector<Bytes> nothing;
+  std::string first;
+  const std::lock_guard lock(mutex_);
+  require_well();
+  all_succeed(host_, comparison_of(calls_++), timeout, step, &nothing, &first);
 }
 
 void Group::check(bool finish) {

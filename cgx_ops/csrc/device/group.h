@@ -30,6 +30,9 @@ class Group {
   // call's.
   void enqueue(Plan plan, Agreement agreement, const std::string& name, Seconds timeout,
                void* stream);
+  // Announces that this rank takes no part in the next call, which has splits and fails on all
+  // ranks with `why`. Waits until all ranks have made it.
+  void refuse(const std::string& why, Seconds timeout);
   // Throws the failure of a collective, if any is known. finish: waits for all of them first.
   void check(bool finish);
   // Call it once. Waits for work on the device, which its deadlines bound.

@@ -509,8 +509,12 @@ CGX_API cgx_status_t cgx_stream_recording(void* stream, int32_t* recording);
  * rank has started or refused it. The call counts as a use of the name. Never blocks; the
  * communicator stays open.
  *
- * @param collective Identifies the collective by comm, name and occurrence. Other fields are
- *     ignored.
+ * On GPUs (device = CGX_CUDA) ranks can refuse only calls with splits: set input_splits, whose
+ * numbers are not read. It blocks until all ranks have made the call, at most for the timeout, and
+ * peers get CGX_PEER_FAILED. Without splits it does nothing, and peers reach their deadlines.
+ *
+ * @param collective Identifies the collective by comm, device, name and occurrence. Other fields
+ *     are ignored.
  * @param status Not CGX_OK.
  * @param message The reason, at most 512 bytes; longer texts are truncated.
  * @return CGX_OK, CGX_INVALID_ARGUMENT, CGX_NOT_FOUND, or CGX_CLOSED. */
