@@ -4,7 +4,8 @@
 
 A store listens at PORT of this machine; members join by torch's elastic rendezvous. The member
 with DIES_AT is killed in the synchronization after that step, while the others wait for it. The
-remaining members continue and admit new ones. Prints the outcome as JSON.
+remaining members continue and admit new ones, until there are MEMBERS and STEPS are done, at least
+AFTERWARDS of them in the last group. Prints the outcome as JSON.
 """
 
 import datetime
@@ -25,7 +26,7 @@ from cgx_ops import Config
 from cgx_ops.torch.averaging.exchange import Exchange
 from cgx_ops.torch.diloco import DiLoCo
 
-EVERY = 4
+EVERY, MEMBERS, AFTERWARDS = 4, 3, 40
 
 
 def rendezvous(port: int) -> Any:
@@ -67,11 +68,11 @@ def main() -> None:
     torch.manual_seed(os.getpid())  # a new member's initial weights are replaced
     model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 8))
     loop = DiLoCo(model, sync_every=EVERY, config=Config(bits=4))
-    begun_at = loop.steps
+    begun_at = joined_at = loop.steps
     inner = torch.optim.SGD(model.parameters(), 0.05)
     generator = torch.Generator().manual_seed(os.getpid())
     losses, failures = [], []
-    while loop.steps < steps:
+    while sizes[-1] < MEMBERS or loop.steps < max(steps, joined_at + AFTERWARDS):
         x = torch.randn(64, 64, generator=generator)
         loss = (model(x) - x[:, :8]).square().sum(1).mean()
         inner.zero_grad()
@@ -87,12 +88,12 @@ def main() -> None:
         except RuntimeError as error:
             assert all(map(torch.equal, before, loop.outer_parameters))
             failures.append(str(error))
-            sizes.append(join(handler))
-            loop.regroup()
-            continue
-        if loop.steps % EVERY == 0 and has_waiting_members(handler):
-            sizes.append(join(handler))
-            loop.regroup()
+        else:
+            if loop.steps % EVERY or not has_waiting_members(handler):
+                continue
+        sizes.append(join(handler))
+        loop.regroup()
+        joined_at = loop.steps
     mine = torch.cat([p.detach().flatten() for p in model.parameters()])
     everyones = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(everyones, mine)

@@ -20,7 +20,7 @@ from support import launch
 
 dist: Any = torch.distributed  # its annotations refer to torch internals
 PROGRAM = Path(__file__).parents[1] / "ranks" / "run_torch_diloco_members.py"
-STEPS, DIES_AT = 400, 8
+STEPS, DIES_AT = 40, 8
 
 
 @contextlib.contextmanager
