@@ -110,8 +110,7 @@ def daily(cases: str, target: str, n: int) -> bool:
 
 def mark(cases: str, n: int, every_day: bool) -> list[pytest.MarkDecorator]:
     """Return the marks of a set. Eight ranks take as long as all others: daily runs the sample."""
-    longer = [pytest.mark.slow] if n == 8 and cases != "sample" else []
-    return longer if every_day else [pytest.mark.exhaustive]
+    return [] if every_day and (n < 8 or cases == "sample") else [pytest.mark.exhaustive]
 
 
 ON_THREADS = [

@@ -18,12 +18,7 @@ RUNS = [
     *((hosts, "AUTO", "sample") for hosts in LAYOUTS),
     ("a,a,b,b", "MPI", "sample"),
     ("a,a,b", "AUTO", "all"),
-    pytest.param("a,b,a,b", "AUTO", "all", marks=pytest.mark.slow),
-    *(
-        pytest.param(hosts, "AUTO", "all", marks=pytest.mark.exhaustive)
-        for hosts in LAYOUTS
-        if hosts != "a,b,a,b"
-    ),
+    *(pytest.param(hosts, "AUTO", "all", marks=pytest.mark.exhaustive) for hosts in LAYOUTS),
 ]
 
 

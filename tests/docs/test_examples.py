@@ -218,7 +218,14 @@ def test_fsdp2_trains_in_few_bits() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("example", "ranks"), [("experts", 2), ("experts", 4), ("jax_experts", 4)])
+@pytest.mark.parametrize(
+    ("example", "ranks"),
+    [
+        ("experts", 2),
+        pytest.param("experts", 4, marks=pytest.mark.exhaustive),
+        pytest.param("jax_experts", 4, marks=pytest.mark.exhaustive),
+    ],
+)
 def test_experts_train_in_few_bits(example: str, ranks: int) -> None:
     process = run_python(ROOT / "examples" / f"{example}.py", ranks=ranks)
     assert process.returncode == 0, process.stdout + process.stderr
@@ -239,14 +246,14 @@ def test_tensor_parallel_trains_in_few_bits() -> None:
     """Compare 2 ranks with one, which has the whole model, and few bits with exact values."""
     arguments = ["--epochs", "10", "--backend", "aot_eager"]  # inductor compiles for minutes
     results = []
-    for ranks, bits in ((1, ["32"]), (2, ["32", "8", "4"])):
+    for ranks, bits in ((1, ["32"]), (2, ["32", "4"])):
         example = ROOT / "examples" / "tensor_parallel.py"
         process = run_python(example, *arguments, "--bits", *bits, ranks=ranks)
         assert process.returncode == 0, process.stdout + process.stderr
         found = map(json.loads, lines_of_rank_0(process))
         results += [result for result in found if "accuracy" in result]
     alone, exact, *few = results
-    assert [result["bits"] for result in results] == [32, 32, 8, 4]
+    assert [result["bits"] for result in results] == [32, 32, 4]
     assert alone["accuracy"] >= 0.93
     # The models differ in the order of float32 sums only: 2^-24 in each of 37 steps.
     assert exact["losses"][0] == pytest.approx(alone["losses"][0], rel=37 * 2**-24)
@@ -259,7 +266,10 @@ def test_tensor_parallel_trains_in_few_bits() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "schedule"), [(2, "1f1b"), (4, "gpipe")])
+@pytest.mark.parametrize(
+    ("ranks", "schedule"),
+    [(2, "1f1b"), pytest.param(4, "gpipe", marks=pytest.mark.exhaustive)],
+)
 def test_pipeline_trains_in_few_bits(ranks: int, schedule: str) -> None:
     options = ("--epochs", "10", "--schedule", schedule)
     process = run_python(ROOT / "examples" / "pipeline.py", *options, ranks=ranks)
@@ -382,7 +392,7 @@ def test_optax_with_feedback_resumes_to_the_same_bits(tmp_path: Path) -> None:
     assert resumed["digest"] == few[1]["digest"]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_diloco_on_jax_resumes_to_the_same_bits(tmp_path: Path) -> None:
     def result(*arguments: str) -> dict[str, Any]:
         script = ROOT / "examples" / "diloco_jax.py"

@@ -197,7 +197,7 @@ def test_bits_of_two_processes(tmp_path: Path) -> None:
     launch.check_ok(outputs, [name])
 
 
-@slow
+@pytest.mark.exhaustive
 def test_resume_on_other_process_count(tmp_path: Path) -> None:
     for processes, name in ((2, "saves_checkpoint"), (3, "restores_checkpoint")):
         file = tmp_path / "run.npz"

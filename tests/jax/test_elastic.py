@@ -67,8 +67,8 @@ def lines_of(output: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in output.splitlines() if line.startswith("{")]
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.exhaustive
+@pytest.mark.timeout(600)
 def test_jobs_shrink_and_continue(example: ModuleType, tmp_path: Path) -> None:
     """Kill a process of four, then one of three; two end the training."""
     command = [sys.executable, str(EXAMPLES / "jax_elastic.py"), "--folder", str(tmp_path)]

@@ -66,7 +66,7 @@ def test_all_to_all_of_several_devices_a_process() -> None:
     )  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.timeout(240)
 def test_meshes_and_compressors_of_several_devices_a_process() -> None:
     some = "test_meshes or sums or residuals or indices or vote or [topk-4] or [randk-4]"

@@ -61,7 +61,7 @@ def test_partition_is_optimal(case: Case) -> None:
     _check_optimal(case)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @settings(max_examples=1000)
 @given(cases(most=12))
 def test_partition_is_optimal_in_many_cases(case: Case) -> None:

@@ -31,7 +31,8 @@ DAILY = ("hook", "fsdp")
 
 
 @pytest.mark.parametrize(
-    "how", [pytest.param(how, marks=[] if how in DAILY else pytest.mark.slow) for how in STARTS]
+    "how",
+    [pytest.param(how, marks=[] if how in DAILY else pytest.mark.exhaustive) for how in STARTS],
 )
 def test_torch(how: str) -> None:
     env = {"CGX_COMPRESSION_QUANTIZATION_BITS": "4", "CGX_LOG": "1"}

@@ -254,6 +254,10 @@ def slow(*values: object) -> Any:
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
+def exhaustive(*values: object) -> Any:
+    return pytest.param(*values, marks=pytest.mark.exhaustive)
+
+
 def plain(n: int, program: str, *args: object, **env: str) -> list[str]:
     """Start processes without a launcher, with torchrun's four variables."""
     port = free_port()
@@ -261,7 +265,7 @@ def plain(n: int, program: str, *args: object, **env: str) -> list[str]:
     return launch.processes(n, program, *args, env=env, timeout=200)
 
 
-@pytest.mark.parametrize("backend", [slow("none"), "cgx", slow("gloo")])
+@pytest.mark.parametrize("backend", [exhaustive("none"), "cgx", slow("gloo")])
 def test_torch_and_numpy_under_torchrun(backend: str) -> None:
     outputs = []
     # On a loaded machine one rank sometimes never returns from the constructor of torch's
@@ -283,19 +287,19 @@ def test_a_group_of_torch_without_the_binding() -> None:
     assert all("right" in text.splitlines() for text in outputs), outputs
 
 
-@pytest.mark.parametrize(("backend", "ranks"), [slow("none", 3), slow("gloo", 2)])
+@pytest.mark.parametrize(("backend", "ranks"), [exhaustive("none", 3), slow("gloo", 2)])
 def test_torch_and_numpy_under_mpirun(backend: str, ranks: int) -> None:
     outputs = launch.mpirun(ranks, "run_world.py", backend, timeout=250)
     assert all(text.splitlines().count("right") == 1 for text in outputs), outputs
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_torch_and_numpy_in_plain_processes() -> None:
     assert all(text.splitlines().count("right") == 1 for text in plain(3, "run_world.py", "none"))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["cgx", "cpu:gloo"])
+@pytest.mark.parametrize("backend", ["cgx", exhaustive("cpu:gloo")])
 def test_torch_in_three_plain_processes(backend: str) -> None:
     assert all(text.splitlines().count("right") == 1 for text in plain(3, "run_world.py", backend))
 

@@ -49,7 +49,7 @@ class Launch:
         arguments: Sequence[object] = (),
         by: Callable[..., list[str]] = launch.mpirun,
         marks: Sequence[pytest.MarkDecorator] = (),
-        timeout: float = 120,
+        timeout: float = 240,
         **options: Any,
     ) -> None:
         self.n, self.program = n, program

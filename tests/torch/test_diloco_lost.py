@@ -63,7 +63,7 @@ SETTINGS: list[dict[str, Any]] = [
 ]
 IN_REGROUP = ["comparing", "before progress", "after progress"]
 IN_REGROUP += ["first parameter", "third parameter", "last parameter"]
-LARGE = pytest.mark.slow
+LARGE = pytest.mark.exhaustive
 
 
 def lost(average: int, victim: int | None, fault: str, joins: int = 0, **more: Any) -> Any:

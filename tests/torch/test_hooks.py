@@ -29,7 +29,7 @@ slow, exhaustive = [pytest.mark.slow], [pytest.mark.exhaustive]
 
 @rank_checks(
     Launch(2, PROGRAM, *DAILY, env=tc.ENVIRONMENT, timeout=250),
-    Launch(3, PROGRAM, *ON_THREE, env=tc.ENVIRONMENT, timeout=150, marks=slow),
+    Launch(3, PROGRAM, *ON_THREE, env=tc.ENVIRONMENT, timeout=150, marks=exhaustive),
     Launch(1, PROGRAM, "hooks.optim.*", env=tc.ENVIRONMENT, timeout=250, marks=slow),
     Launch(2, PROGRAM, *LONGER, env=tc.ENVIRONMENT, timeout=250, marks=slow),
 )
@@ -51,7 +51,7 @@ def test_all(check: RankCheck) -> None:
     check.passes()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.timeout(300)
 def test_other_rank_counts(tmp_path: Path) -> None:
     """Load the state of two ranks on four, and on one."""
