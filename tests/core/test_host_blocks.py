@@ -13,11 +13,15 @@ LAYOUTS = (
     "a", "a,a", "a,a,a,a", "a,b", "a,a,b,b", "a,a,b,b,c,c,d,d", "a,b,b,b", "a,a,a,b,c,c",
     "a,a,b,b,c,c,c,c", "a,b,a,b", "a,b,b,a,c",
 )  # fmt: skip
-# Daily runs use all cases on one uneven layout, and a sample on the others.
+LARGE = ("a,a,b,b,c,c,d,d", "a,a,a,b,c,c", "a,a,b,b,c,c,c,c")
+# Daily runs use a sample on up to five ranks. All cases on one uneven layout are slow.
 RUNS = [
-    *((hosts, "AUTO", "sample") for hosts in LAYOUTS),
+    *(
+        pytest.param(hosts, "AUTO", "sample", marks=[pytest.mark.slow] if hosts in LARGE else [])
+        for hosts in (*LAYOUTS, "a,a,b")
+    ),
     ("a,a,b,b", "MPI", "sample"),
-    ("a,a,b", "AUTO", "all"),
+    pytest.param("a,a,b", "AUTO", "all", marks=pytest.mark.slow),
     *(pytest.param(hosts, "AUTO", "all", marks=pytest.mark.exhaustive) for hosts in LAYOUTS),
 ]
 
