@@ -36,7 +36,6 @@ def test_results_without_inductors_lowering(check: RankCheck) -> None:
 
 
 @rank_checks(
-    Launch(2, "run_torch_order.py", arguments=[2], marks=slow, **OPTIONS),
     Launch(2, "run_torch_order.py", arguments=[12], marks=exhaustive, **OPTIONS),
 )
 def test_ranks_start_the_same_collectives(check: RankCheck) -> None:
