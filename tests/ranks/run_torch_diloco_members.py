@@ -88,12 +88,13 @@ def main() -> None:
         except RuntimeError as error:
             assert all(map(torch.equal, before, loop.outer_parameters))
             failures.append(str(error))
+            changes = True
         else:
-            if loop.steps % EVERY or not has_waiting_members(handler):
-                continue
-        sizes.append(join(handler))
-        loop.regroup()
-        joined_at = loop.steps
+            changes = loop.steps % EVERY == 0 and has_waiting_members(handler)
+        if changes:
+            sizes.append(join(handler))
+            loop.regroup()
+            joined_at = loop.steps
     mine = torch.cat([p.detach().flatten() for p in model.parameters()])
     everyones = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(everyones, mine)

@@ -48,21 +48,26 @@ def _readers_program(block: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def _succeeds(block: str, title: str, names: dict[str, Any]) -> bool:
+    try:
+        exec(compile(block, title, "exec"), names)
+    except Exception:
+        print(f"{title} failed:\n{block}")
+        traceback.print_exc()
+        return False
+    return True
+
+
 def run(page: Path) -> None:
     for number, block in enumerate(python_blocks(page.read_text())):
         dist.init_process_group("cgx")
         names = _readers_program(block)
         if "init_process_group" in block:
             dist.destroy_process_group()
-        try:
-            exec(compile(block, f"{page.name}, block {number}", "exec"), names)
-        except Exception:
-            print(f"{page.stem}, block {number} failed:\n{block}")
-            traceback.print_exc()
-            block = ""
+        succeeded = _succeeds(block, f"{page.name}, block {number}", names)
         cgx_ops.torch.forget_models()
         dist.destroy_process_group()
-        if not block:
+        if not succeeded:
             return
         print(f"ok {page.stem} {number}", flush=True)
 
