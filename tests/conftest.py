@@ -1,9 +1,10 @@
-"""Shared by all tests: report header, selection under `mpirun pytest`, warnings.
+"""Shared by all tests: report header, selection under `mpirun pytest`, a time limit, warnings.
 
 Deadlines and markers are in pyproject.toml.
 """
 
 import os
+import time
 
 import hypothesis
 import pytest
@@ -27,8 +28,16 @@ def pytest_report_header() -> list[str]:
     ]
 
 
-def pytest_runtest_setup() -> None:
-    """Reset warnings, so that each test sees those that earlier ones have seen."""
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add --until, by which .ci/run limits its time."""
+    text = "skip tests that would begin later (seconds since 1970)"
+    parser.addoption("--until", type=float, default=float("inf"), metavar="TIME", help=text)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip tests after --until. Reset warnings, so that each test sees those of earlier ones."""
+    if time.time() > item.config.getoption("--until"):
+        pytest.skip("no time is left (--until)")
     user_warnings.forget()
 
 

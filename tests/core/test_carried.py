@@ -240,9 +240,13 @@ def check(cases: list[Case], size: int) -> None:
 
 # On eight ranks the oracle is slow for the codec and all features.
 RUNS = [
-    pytest.param(*each, marks=[] if daily else pytest.mark.exhaustive)
-    for each in itertools.product(SETS, (1, 2, 3, 4, 8))
-    for daily in [each[1] < 4 or (each[1] == 8 and each[0] in ("segments", "sizes"))]
+    pytest.param(cases, size, marks=marks)
+    for size, marks in ((1, ()), (3, ()), (2, pytest.mark.slow), (4, pytest.mark.exhaustive))
+    for cases in SETS
+]
+RUNS += [
+    pytest.param(cases, 8, marks=() if cases in ("segments", "sizes") else pytest.mark.exhaustive)
+    for cases in SETS
 ]
 
 
@@ -251,7 +255,7 @@ def test_same_bits_and_bytes(cases: str, size: int) -> None:
     check(SETS[cases], size)
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_large(size: int) -> None:
     """Use many chunks per shard; their number differs between the shards."""
     check(

@@ -100,29 +100,32 @@ def daily(cases: str, target: str, n: int) -> bool:
 
     Daily runs use the sample of the matrix, which has every pair of values. The CPU target affects
     only the codec, which does not depend on the rank and is covered by the C++ tests. The features
-    of the other targets therefore run on three ranks only, where shards are uneven; under mpirun
-    they also run on four ranks.
+    of the other targets therefore run on three ranks only, where shards are uneven.
     """
-    if target != TARGETS[0]:
-        return cases in ("features", SOME) and n == 3
-    return cases in ("sample", SOME, BLOCKS) or (cases == "features" and n in (1, 3))
+    if n == 3 and cases in ("features", SOME):
+        return True
+    return target == TARGETS[0] and (cases == "sample" or (cases == BLOCKS and n == 3))
 
 
-def mark(cases: str, n: int, every_day: bool) -> list[pytest.MarkDecorator]:
-    """Return the marks of a set. Eight ranks take as long as all others: daily runs the sample."""
-    return [] if every_day and (n < 8 or cases == "sample") else [pytest.mark.exhaustive]
+def mark(cases: str, target: str, n: int) -> list[pytest.MarkDecorator]:
+    """Return the marks of a set: eight ranks take as long as all others."""
+    if daily(cases, target, n):
+        return []
+    slow = target == TARGETS[0] and n < 8 and cases in ("features", SOME, BLOCKS)
+    return [pytest.mark.slow if slow else pytest.mark.exhaustive]
 
 
 ON_THREADS = [
-    pytest.param(cases, target, n, marks=mark(cases, n, every_day))
+    pytest.param(cases, target, n, marks=mark(cases, target, n))
     for cases in collective_cases.SETS
     for target in TARGETS
     for n in (1, 2, 3, 4, 8)
-    if (every_day := daily(cases, target, n)) or cases not in ("sample", SOME)
+    if target == TARGETS[0] or cases not in ("sample", SOME) or daily(cases, target, n)
 ]
 # Transports do not depend on the dtype. The sets of a day share a launch.
-DAILY = ("sample", "features", SOME, BLOCKS)
-UNDER_MPIRUN = [(DAILY, "SHM", 4), (DAILY, "MPI", 3), (("sample", BLOCKS), "TCP", 3)]
+DAILY = ("features", SOME, BLOCKS)
+UNDER_MPIRUN = [(DAILY, "MPI", 3), (DAILY, "SHM", 3), ((BLOCKS,), "TCP", 3)]
+UNDER_MPIRUN += [pytest.param(("sample", *DAILY), "SHM", 4, marks=pytest.mark.slow)]
 UNDER_MPIRUN += [
     pytest.param((cases,), transport, n, marks=pytest.mark.exhaustive)
     for cases in ("matrix", "features", "compressors")

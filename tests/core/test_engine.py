@@ -74,7 +74,7 @@ def failure(how: str, transport: str, *mpirun_args: str) -> list[str]:
         ("kill", "MPI"),
         ("kill", "TCP"),
         pytest.param("absent", "SHM", marks=pytest.mark.exhaustive),  # as in run_torch_backend.py
-        ("absent", "MPI"),
+        pytest.param("absent", "MPI", marks=pytest.mark.slow),
     ],
 )
 def test_lost_rank(how: str, transport: str) -> None:

@@ -20,6 +20,7 @@ from cgx_ops import Communicator, InvalidArgument
 
 # The host of each rank. Unless there are several hosts and one has several ranks, hierarchical is
 # sra.
+exhaustive = pytest.mark.exhaustive
 NESTED = ("a,a,b,b", "a,b,a,b", "a,a,a,b", "a,a,b,c")
 
 
@@ -57,13 +58,16 @@ LAYOUTS = [
     ("a,b", "AUTO", "mpi", "sra"),
     ("a,a", "AUTO", "shm", "sra"),
 ]
-# Daily runs use all cases on even hosts and on the most uneven ones, a sample elsewhere.
+# Daily runs use a sample on four layouts. All cases on even hosts and on the most uneven ones, and
+# the sample on the other layouts, are slow.
+DAILY = (NESTED[1], NESTED[3], "a,a,b", "a,b")
 RUNS = [
-    pytest.param(*layout, cases, marks=[] if daily else pytest.mark.exhaustive)
+    pytest.param(*layout, cases, marks=marks)
     for layout in LAYOUTS
-    for cases in ("all", "sample")
-    for daily in [(cases == "all") == (layout[0] in (NESTED[0], NESTED[3]))]
-    if daily or cases == "all"
+    for cases, marks in (
+        ("sample", [] if layout[0] in DAILY else [pytest.mark.slow]),
+        ("all", [pytest.mark.slow if layout[0] in (NESTED[0], NESTED[3]) else exhaustive]),
+    )
 ]
 
 

@@ -13,14 +13,15 @@ LAYOUTS = (
     "a", "a,a", "a,a,a,a", "a,b", "a,a,b,b", "a,a,b,b,c,c,d,d", "a,b,b,b", "a,a,a,b,c,c",
     "a,a,b,b,c,c,c,c", "a,b,a,b", "a,b,b,a,c",
 )  # fmt: skip
-LARGE = ("a,a,b,b,c,c,d,d", "a,a,a,b,c,c", "a,a,b,b,c,c,c,c")
-# Daily runs use a sample on up to five ranks. All cases on one uneven layout are slow.
+DAILY = ("a", "a,a", "a,a,b,b", "a,b,b,a,c")
+# Daily runs use a sample on few layouts. The sample on the others, and all cases on one uneven
+# layout, are slow.
 RUNS = [
     *(
-        pytest.param(hosts, "AUTO", "sample", marks=[pytest.mark.slow] if hosts in LARGE else [])
-        for hosts in (*LAYOUTS, "a,a,b")
+        pytest.param(hosts, "AUTO", "sample", marks=[] if hosts in DAILY else [pytest.mark.slow])
+        for hosts in LAYOUTS
     ),
-    ("a,a,b,b", "MPI", "sample"),
+    ("a,a,b", "MPI", "sample"),
     pytest.param("a,a,b", "AUTO", "all", marks=pytest.mark.slow),
     *(pytest.param(hosts, "AUTO", "all", marks=pytest.mark.exhaustive) for hosts in LAYOUTS),
 ]

@@ -39,10 +39,12 @@ def test_auto_does_not_select_it(program: Path) -> None:
         assert ended == "all well"
 
 
+@pytest.mark.slow
 def test_many_ranks(program: Path) -> None:
     assert ranks(program, 8, "tiny") == ["all well\n"] * 8
 
 
+@pytest.mark.slow  # daily: test_killed_rank
 def test_late_rank(program: Path) -> None:
     """Check that the others raise at the deadline, with NaN on their devices, and all exit."""
     outputs = ranks(program, 3, "late", "--with-ft", "ulfm", check=False)

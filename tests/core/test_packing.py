@@ -57,7 +57,11 @@ def only(segments: list[reference.Segment], buffer: Values, blocks: int) -> byte
 
 @pytest.mark.parametrize(("verb", "algorithm"), VERBS)
 @pytest.mark.parametrize(
-    "size", [1, 2, 3, *(pytest.param(each, marks=pytest.mark.exhaustive) for each in (4, 8))]
+    "size",
+    [
+        *(1, 3, pytest.param(2, marks=pytest.mark.slow)),
+        *(pytest.param(each, marks=pytest.mark.exhaustive) for each in (4, 8)),
+    ],
 )
 @pytest.mark.parametrize("name", KNOBS)
 def test_results_and_residuals_equal_the_oracle(

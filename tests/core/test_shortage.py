@@ -37,6 +37,7 @@ def test_a_group_without_descriptors(hosts: str, left: int) -> None:
     assert "made by" in outputs[0], outputs
 
 
+@pytest.mark.slow
 def test_many_different_names(tmp_path: Path) -> None:
     """Check that names use no memory beyond the 16,384 cached seeds."""
     grown = int(launch.processes(1, "run_shortage.py", "names", tmp_path)[0])

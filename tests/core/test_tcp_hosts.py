@@ -74,9 +74,8 @@ def torchrun(hosts: Any, nodes: int, *options: str, arguments: list[str]) -> lis
     return sorted(lines, key=lambda line: line["rank"])
 
 
-@pytest.mark.parametrize(
-    ("nodes", "per_node"), [(2, 2), pytest.param(3, 1, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow  # daily: two hosts in JAX's test below, torchrun in tests/process/test_world.py
+@pytest.mark.parametrize(("nodes", "per_node"), [(2, 2), (3, 1)])
 def test_torchrun(hosts: Any, nodes: int, per_node: int) -> None:
     options = ["--nproc-per-node", str(per_node), "--master-addr", "h0", "--master-port", "29512"]
     found = torchrun(hosts, nodes, *options, arguments=[])

@@ -140,9 +140,7 @@ LAUNCHES = 50
 @pytest.mark.parametrize(
     "number",
     [
-        pytest.param(
-            i, marks=() if i in (1, 3) else pytest.mark.slow if i < len(ENDS) else exhaustive
-        )
+        pytest.param(i, marks=() if i == 1 else pytest.mark.slow if i < len(ENDS) else exhaustive)
         for i in range(LAUNCHES)
     ],
 )

@@ -68,6 +68,7 @@ def test_after_a_missing_process() -> None:
     by_arguments(2, "missing_process", "works")
 
 
+@pytest.mark.slow
 def test_launcher_detected_by_jax() -> None:
     """Use SLURM's variables, by which JAX detects it. Each process adds its rank."""
     address, port = free_address([""])

@@ -153,7 +153,9 @@ def test_rank_that_loads_compiled_programs(wanted: Wanted, tmp_path: Path) -> No
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("program", ["independent", "backward"])
+@pytest.mark.parametrize(
+    "program", [pytest.param("independent", marks=pytest.mark.slow), "backward"]
+)
 def test_xla_computes_while_messages_wait(program: str, tmp_path: Path) -> None:
     outputs = mpirun(2, "run_jax_overlap.py", tmp_path, program, env=ENVIRONMENT, timeout=100)
     for output in outputs:

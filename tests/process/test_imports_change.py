@@ -96,7 +96,7 @@ def changes(package: str, launcher: str = "", **env: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     "launcher",
-    ["", "mpirun", *(pytest.param(x, marks=pytest.mark.slow) for x in ("srun", "torchrun"))],
+    ["", *(pytest.param(x, marks=pytest.mark.slow) for x in ("mpirun", "srun", "torchrun"))],
 )
 @pytest.mark.parametrize("package", ATTRIBUTES)
 def test_what_an_import_changes(package: str, launcher: str) -> None:
@@ -153,7 +153,7 @@ for _ in range(2):
 """
 
 
-@pytest.mark.parametrize("carrier", ["native", "c10d"])
+@pytest.mark.parametrize("carrier", ["native", pytest.param("c10d", marks=pytest.mark.slow)])
 def test_the_first_trace_keys_the_caches(carrier: str) -> None:
     run(TRACES.format(carrier=carrier), TORCH_COMPILE_CACHE_KEY_TAG="of the user;")
 

@@ -27,12 +27,12 @@ def lines_of(text: str) -> list[str]:
     return [line for line in text.splitlines() if "cgx:" in line]
 
 
-DAILY = ("hook", "fsdp")
+MARKS = {"fsdp": [], "hook": [pytest.mark.slow]}  # of others: exhaustive
 
 
 @pytest.mark.parametrize(
     "how",
-    [pytest.param(how, marks=[] if how in DAILY else pytest.mark.exhaustive) for how in STARTS],
+    [pytest.param(how, marks=MARKS.get(how, [pytest.mark.exhaustive])) for how in STARTS],
 )
 def test_torch(how: str) -> None:
     env = {"CGX_COMPRESSION_QUANTIZATION_BITS": "4", "CGX_LOG": "1"}
@@ -63,6 +63,7 @@ def test_fsdp_without_compression() -> None:
     assert other == []
 
 
+@pytest.mark.slow
 def test_silence() -> None:
     outputs = launch.mpirun(2, "run_log.py", "hook", env={"CGX_LOG": "0"})
     assert [lines_of(text) for text in outputs] == [[], []]

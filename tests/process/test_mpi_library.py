@@ -18,14 +18,15 @@ def _python(code: str) -> str:
 
 
 BACKENDS, TRANSPORTS = ("none", "cgx", "gloo"), ("AUTO", "TCP", "SHM")
-# Daily, each value once: a backend loads its libraries with any transport, and the other way round.
-DAILY = list(zip(BACKENDS, TRANSPORTS, strict=True))
+# Each value once: a backend loads its libraries with any transport, and the other way round.
+EACH = list(zip(BACKENDS, TRANSPORTS, strict=True))
 
 
 @pytest.mark.parametrize(
     ("backend", "transport"),
     [
-        *DAILY,
+        *EACH[:2],
+        pytest.param(*EACH[2], marks=pytest.mark.slow),
         *(
             pytest.param(backend, transport, marks=pytest.mark.exhaustive)
             for i, backend in enumerate(BACKENDS)

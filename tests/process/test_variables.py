@@ -75,7 +75,7 @@ dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(
-    ("bits", "count"), [("", 1), pytest.param("32", 0, marks=pytest.mark.slow), ("4", 0)]
+    ("bits", "count"), [("", 1), *(pytest.param(b, 0, marks=pytest.mark.slow) for b in ("32", "4"))]
 )
 def test_warning_without_bits(bits: str, count: int, tmp_path: Path) -> None:
     program = tmp_path / "program.py"

@@ -282,6 +282,7 @@ def test_torch_and_numpy_under_torchrun(backend: str) -> None:
     assert all(text.splitlines().count("right") == 1 for text in outputs), outputs
 
 
+@pytest.mark.slow
 def test_a_group_of_torch_without_the_binding() -> None:
     outputs = launch.torchrun(2, "run_world_without_binding.py")
     assert all("right" in text.splitlines() for text in outputs), outputs
@@ -313,6 +314,7 @@ def test_srun_variables(backend: str) -> None:
     assert all(text.splitlines().count("right") == 1 for text in outputs), outputs
 
 
+@pytest.mark.slow  # daily: test_ranks_without_an_address_raise
 def test_plain_processes_without_an_address_raise() -> None:
     outputs = launch.processes(2, "run_world.py", "none", check=False)
     assert all("MASTER_ADDR and MASTER_PORT" in text for text in outputs), outputs

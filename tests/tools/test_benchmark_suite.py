@@ -119,6 +119,7 @@ def test_codec_times_and_counts_every_operation() -> None:
     assert {len(row) for row in table.rows} == {len(table.columns)}
 
 
+@pytest.mark.slow
 def test_codec_speeds_by_target() -> None:
     program = codec.build()
     targets = codec.library.describe()["cpu_targets"]

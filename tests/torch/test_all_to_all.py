@@ -22,6 +22,6 @@ def on(n: int, marks: Sequence[pytest.MarkDecorator] = ()) -> Launch:
     )  # fmt: skip
 
 
-@rank_checks(on(3), on(4, [pytest.mark.slow]))
+@rank_checks(on(2), on(4, [pytest.mark.slow]))
 def test_exchanges(check: RankCheck) -> None:
     check.passes()

@@ -100,7 +100,8 @@ def test_torchrun(check: RankCheck) -> None:
     check.passes()
 
 
-@pytest.mark.parametrize("transport", ["SHM", pytest.param("TCP", marks=slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["SHM", "TCP"])
 def test_gloo_errors_name_the_lost_rank(transport: str) -> None:
     env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     env["COMMUNICATOR_TYPE"] = transport

@@ -63,7 +63,8 @@ SETTINGS: list[dict[str, Any]] = [
 ]
 IN_REGROUP = ["comparing", "before progress", "after progress"]
 IN_REGROUP += ["first parameter", "third parameter", "last parameter"]
-LARGE = pytest.mark.exhaustive
+LARGE, SLOW = pytest.mark.exhaustive, pytest.mark.slow
+SIZES = [3, pytest.param(2, marks=SLOW), *(pytest.param(size, marks=LARGE) for size in (4, 5))]
 
 
 def lost(average: int, victim: int | None, fault: str, joins: int = 0, **more: Any) -> Any:
@@ -71,7 +72,7 @@ def lost(average: int, victim: int | None, fault: str, joins: int = 0, **more: A
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("size", [2, 3, pytest.param(4, marks=LARGE), pytest.param(5, marks=LARGE)])
+@pytest.mark.parametrize("size", SIZES)
 def test_lost_in_each_phase(size: int, tmp_path: Path) -> None:
     """Check what all ranks continue from, for each victim in turn."""
     scenarios = []
@@ -82,6 +83,7 @@ def test_lost_in_each_phase(size: int, tmp_path: Path) -> None:
     play(tmp_path, scenarios)
 
 
+@SLOW
 @pytest.mark.timeout(300)
 def test_new_members(tmp_path: Path) -> None:
     """Let one or two join after a loss, or without one; another is lost in the next group."""
@@ -96,6 +98,7 @@ def test_new_members(tmp_path: Path) -> None:
     play(tmp_path, scenarios)
 
 
+@SLOW
 @pytest.mark.timeout(300)
 def test_lost_twice_in_a_row(tmp_path: Path) -> None:
     """Lose a rank in regroup(), or in the first average after it."""
@@ -111,6 +114,7 @@ def test_lost_twice_in_a_row(tmp_path: Path) -> None:
     play(tmp_path, scenarios)
 
 
+@SLOW
 @pytest.mark.timeout(300)
 def test_restored_members(tmp_path: Path) -> None:
     """Restore one from a checkpoint while the others have an average that it does not have."""
@@ -147,7 +151,7 @@ def test_reconfigured_groups(tmp_path: Path) -> None:
     play(tmp_path, scenarios)
 
 
-@pytest.mark.slow
+@SLOW
 @pytest.mark.timeout(300)
 def test_killed_at_any_time(tmp_path: Path) -> None:
     """Kill a rank at random times within averages of large messages.

@@ -15,6 +15,7 @@ SIZE, STEPS = 3, 20
 SURVIVORS, LOST, NEW = (0, 2), 1, 3
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("how", ["new", "reconfigure"])
 def test_state_survives(tmp_path: Path, how: str) -> None:
