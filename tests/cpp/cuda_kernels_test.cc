@@ -479,9 +479,11 @@ void test_decode(Dtype dtype, Data kind, const std::vector<Shape>& shapes,
 }
 
 void test_pieces() {
-  // With sanitizers a third of the cells run, with every pair of values of two axes.
+  // Of the largest length, and with sanitizers, a third of the cells run. With sanitizers they have
+  // every pair of values of two axes.
   const auto runs = [](size_t coding, size_t bucket, size_t length) {
-    return !kSanitized || (coding + bucket + length) % 3 == 0;
+    const bool all = !kSanitized && kLengths[length] < 10000;
+    return all || (coding + bucket + length) % 3 == 0;
   };
   int turn = 0;
   const std::vector<Coding> codings = test::codings();

@@ -64,8 +64,8 @@ def test_kernels_do_not_spill(architecture: str) -> None:
     assert not [name for name in spilling if not known.search(name)]
 
 
-# A listing takes 20 seconds; test_instructions.py needs that of sm_90, too.
-@pytest.mark.parametrize("architecture", [pytest.param("sm_80", marks=pytest.mark.slow), "sm_90"])
+@pytest.mark.slow  # a listing takes 20 seconds
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize(
     ("kernels", "operation"),
     [

@@ -8,9 +8,13 @@ from support import gpu_code, sass
 
 from cgx_ops._core import binary
 
-pytestmark = pytest.mark.skipif(
-    "cuda" not in binary.built_with(), reason="cgx_ops was built without CUDA: no nvcc was found"
-)
+pytestmark = [
+    pytest.mark.slow,  # a listing takes 20 seconds
+    pytest.mark.skipif(
+        "cuda" not in binary.built_with(),
+        reason="cgx_ops was built without CUDA: no nvcc was found",
+    ),
+]
 
 TILE = Path(__file__).parents[2] / "cgx_ops/csrc/kernel/cuda/aligned/tile.h"
 # The values that a lane processes in an iteration.

@@ -39,6 +39,7 @@ def core(n: int, *arguments: object, **options: Any) -> list[Any]:
     return [json.loads(output.splitlines()[-1]) for output in outputs]
 
 
+@pytest.mark.slow
 def test_results() -> None:
     for found in core(2, "results", "compressors, some", env={"COMMUNICATOR_TYPE": "MPI"}):
         assert found["count"] > 100 and not found["wrong"], found

@@ -69,6 +69,7 @@ def test_silence() -> None:
     assert [lines_of(text) for text in outputs] == [[], []]
 
 
+@pytest.mark.slow
 def test_decisions_are_logged_once_for_each_tensor() -> None:
     first = launch.mpirun(2, "run_log.py", "decisions", env={"CGX_LOG": "1"})[0].splitlines()
     decided = [line for line in first if line.startswith("cgx_ops.torch.backend: DDP, ")]

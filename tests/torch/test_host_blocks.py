@@ -8,7 +8,7 @@ PROGRAM, slow = "run_torch_host_blocks.py", [pytest.mark.slow]
 
 
 @rank_checks(
-    Launch(3, PROGRAM, "functions", env=tc.ENVIRONMENT, hosts="a,a,b", timeout=150),
+    Launch(3, PROGRAM, "functions", env=tc.ENVIRONMENT, hosts="a,a,b", timeout=150, marks=slow),
     Launch(4, PROGRAM, env=tc.ENVIRONMENT, hosts="a,b,a,b", timeout=200, marks=slow),
 )
 def test_on_hosts(check: RankCheck) -> None:

@@ -17,7 +17,7 @@ OVER_TCP = {"by": launch.torchrun, "env": {**tc.ENVIRONMENT, "COMMUNICATOR_TYPE"
     Launch(3, PROGRAM, names=ON_THREE, timeout=240, **BY_TORCHRUN),
     Launch(4, PROGRAM, names=NAMES, timeout=240, marks=[pytest.mark.slow], **BY_TORCHRUN),
     Launch(4, PROGRAM, names=NAMES, timeout=240, marks=[pytest.mark.exhaustive], **OVER_TCP),
-    Launch(2, ERRORS, **BY_TORCHRUN),
+    Launch(2, ERRORS, marks=[pytest.mark.slow], **BY_TORCHRUN),
     Launch(2, ERRORS, marks=[pytest.mark.slow], **OVER_TCP),
     Launch(3, LEAVING, marks=[pytest.mark.slow], **BY_TORCHRUN),
     Launch(3, LEAVING, marks=[pytest.mark.exhaustive], **OVER_TCP),
