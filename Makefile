@@ -28,7 +28,7 @@ SLOW_PARTS = slow-torch slow-examples slow-rest slow-jax slow-docs
 .PHONY: test-jax test-torch test-core test-rest cpp-tests test-slow $(SLOW_PARTS)
 test: $(BUILT)
 	@echo "The tests of the core, JAX, torch and the rest run in parallel; each is shown at its end."
-	@$(PARTS) test-rest test-jax test-core test-torch
+	@$(PARTS) test-core test-rest test-jax test-torch
 
 # XLA compiles the tests' programs in a third of the time with these flags. test-all optimizes.
 FAST_XLA = --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true \
@@ -99,7 +99,7 @@ test-integrations: $(BUILT)
 	$(PIP) install -r .venv/integrations.txt -c .venv/requirements.txt
 	$(BIN)/python -m pytest tests/integrations
 
-# The benchmarks but the long ones, in about 15 minutes; they write to benchmarks/results/.
+# The benchmarks but the long ones, in about 20 minutes; they write to benchmarks/results/.
 bench: $(BUILT)
 	$(BIN)/python benchmarks/suite.py
 

@@ -85,10 +85,10 @@ def allreduce(
     return Run(f"allreduce-{name}", program, ranks, hosts, rate)
 
 
-def training(program: str, name: str = "", rate: str = "1gbit") -> Run:
+def training(program: str, name: str = "", rate: str = "1gbit", timeout: int = 240) -> Run:
     """Return a run of a training benchmark on 2 hosts."""
     words = (f"benchmarks/{program}.py", "--link-rate", rate)
-    return Run(name or program, words, hosts=2, rate=rate)
+    return Run(name or program, words, hosts=2, rate=rate, timeout=timeout)
 
 
 def transports(name: str, hosts: int, rate: str | None = None) -> Run:
@@ -163,7 +163,7 @@ PARTS: dict[str, tuple[Run, ...]] = {
     ),
     "steps": (
         training("ddp_step"),
-        training("ddp_step", "ddp_step-100mbit", "100mbit"),
+        training("ddp_step", "ddp_step-100mbit", "100mbit", timeout=600),
         training("ddp_step", "ddp_step-10gbit", "10gbit"),
         training("jax_step"),
     ),

@@ -30,6 +30,7 @@ The APIs differ in these points:
 - **`fuse`** divides a JAX tree into messages, and **`mesh`** is that of `jax.shard_map`.
 - **`carrier`** names the framework's own collectives as the transport: "c10d" or "xla".
 - **State** is an argument in optax, and an object with a `process_group` in PyTorch.
+- **`residual`**: JAX's `psum_scatter_q` has no error feedback.
 """
 
 # A concept, and its calls in numpy, PyTorch and JAX.

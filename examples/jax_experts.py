@@ -6,7 +6,7 @@
 Each device has one expert. A gate sends every token to one expert (top-1 routing), which takes at
 most `CAPACITY` times its fair share of a device's tokens; the others pass unchanged. Blocks are
 padded to that capacity, so all are equal, and `all_to_all_q` sends them to the experts and back in
-`bits` bits. Gradients travel exact. Rank 0 prints a line of JSON per epoch and per result.
+`bits` bits, and their gradients, too. Rank 0 prints a line of JSON per epoch and per result.
 """
 
 import argparse
@@ -32,6 +32,7 @@ from jax_shared import (
 )
 
 import cgx_ops.jax
+from cgx_ops import Config
 
 Weights = dict[str, Any]
 DEVICES, CAPACITY, BALANCE = 4, 1.25, 0.01  # BALANCE: weight of the loss that spreads tokens evenly
@@ -50,13 +51,19 @@ def initial(seed: int) -> Weights:
             "second": layer(DEVICES, HIDDEN, HIDDEN)}  # fmt: skip
 
 
+def exchanged(blocks: jax.Array, bits: int) -> jax.Array:
+    """Send each device its block, (DEVICES, capacity, HIDDEN), and gradients back."""
+    few = Config(bits)
+    return cgx_ops.jax.all_to_all_q(blocks, "data", 0, 0, tiled=True, config=few, grad_config=few)
+
+
 def through_experts(weights: Weights, tokens: jax.Array, bits: int) -> tuple[jax.Array, jax.Array]:
     """Add to each token the output of its expert; also return how unequal the experts' shares are.
 
     Args:
         weights: Those of this device: one expert's, (1, HIDDEN, HIDDEN) each.
         tokens: This device's, (n, HIDDEN).
-        bits: The bits in which tokens travel.
+        bits: The bits in which tokens and their gradients travel.
 
     Returns:
         Tokens, (n, HIDDEN), and the imbalance, 1 if all experts get equally many.
@@ -71,9 +78,9 @@ def through_experts(weights: Weights, tokens: jax.Array, bits: int) -> tuple[jax
     to_places = chosen[:, :, None] * jax.nn.one_hot(place, capacity)[:, None]
 
     blocks = jnp.einsum("nec,nh->ech", to_places, tokens)
-    arrived = cgx_ops.jax.all_to_all_q(blocks, "data", 0, 0, tiled=True, bits=bits)
+    arrived = exchanged(blocks, bits)
     found = jax.nn.relu(arrived @ weights["first"][0]) @ weights["second"][0]
-    found = cgx_ops.jax.all_to_all_q(found, "data", 0, 0, tiled=True, bits=bits)
+    found = exchanged(found, bits)
     combined = jnp.einsum("nec,ech->nh", to_places, found) * chances.max(1, keepdims=True)
     return tokens + combined, imbalance
 

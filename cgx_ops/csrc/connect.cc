@@ -18,7 +18,7 @@ constexpr size_t kOfferBytes = 512;  // of one transport
 constexpr size_t kReasonBytes = 400;
 constexpr auto kNeedsUlfm =
     "this group may lose processes, and MPI connects the survivors only with ULFM (User Level "
-    "Failure Mitigation), which cgx does not use";
+    "Failure Mitigation), which cgx does not use: set COMMUNICATOR_TYPE to AUTO, SHM or TCP";
 
 // The first blob of every rank. In all versions it has this size and begins with `version`, so that
 // ranks of two versions can name both.

@@ -6,10 +6,11 @@ Without a mesh, `allreduce_q` reduces among processes. In plain `jax.jit` over s
 `value_and_grad` with `in_specs`.
 """
 
+from cgx_ops.jax._src.collectives.all_to_all import all_to_all_q
 from cgx_ops.jax._src.collectives.allreduce import allreduce_q
 from cgx_ops.jax._src.collectives.plans import estimated_ready, numels_of
 from cgx_ops.jax._src.collectives.psum import pmean_q, psum_q
-from cgx_ops.jax._src.collectives.scatter_gather import all_gather_q, all_to_all_q, psum_scatter_q
+from cgx_ops.jax._src.collectives.scatter_gather import all_gather_q, psum_scatter_q
 from cgx_ops.jax._src.diloco.loop import DiLoCo
 from cgx_ops.jax._src.diloco.state import DiLoCoState, Flight, consolidate_copies
 from cgx_ops.jax._src.diloco.transform import diloco, sparse_loco

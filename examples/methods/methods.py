@@ -10,7 +10,7 @@
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch.distributed as dist
@@ -18,7 +18,7 @@ from task import Task
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
+from torch.optim import AdamW, Optimizer
 
 from cgx_ops import Config
 from cgx_ops.config import Rounding
@@ -178,18 +178,30 @@ def own_gradients(model: nn.Module) -> DistributedDataParallel:
     return wrapped
 
 
-def one_bit_adam(model: nn.Module, run: Run) -> Prepared:
-    wrapped = own_gradients(model)
-    # With beta2 = 0.999 the variance would not settle in so short a warm-up.
-    return wrapped, optim.CompressedAdamW(
-        wrapped.parameters(),
-        run.task.adam_rate,
-        (0.9, 0.95),
-        weight_decay=0.0,
-        warmup_steps=max(1, run.warmup),
-        warmup_config=Config(bits=32),
-        refreshes=0,
-    )
+BETAS = (0.9, 0.95)  # with 0.999 the variance would not settle in so short a warm-up
+
+
+def adamw(model: nn.Module, run: Run) -> Prepared:
+    wrapped = parallel(model)
+    state = ddp.QuantizedAllreduceState(config=Config(32))
+    wrapped.register_comm_hook(state, ddp.quantized_allreduce_hook)
+    return wrapped, AdamW(wrapped.parameters(), run.task.adam_rate, BETAS, weight_decay=0.0)
+
+
+def compressed_adamw(warmup_config: Config, refreshes: int) -> Method:
+    def prepare(model: nn.Module, run: Run) -> Prepared:
+        wrapped = own_gradients(model)
+        return wrapped, optim.CompressedAdamW(
+            wrapped.parameters(),
+            run.task.adam_rate,
+            BETAS,
+            weight_decay=0.0,
+            warmup_steps=max(1, run.warmup),
+            warmup_config=warmup_config,
+            refreshes=refreshes,
+        )
+
+    return Method(prepare, warms=True)
 
 
 def signum(model: nn.Module, run: Run) -> Prepared:
@@ -243,7 +255,9 @@ METHODS: dict[str, Method] = {
     "PowerSGD": Method(power_sgd),
     "DGC 1 %": deep_gradient(0.01),
     "DGC 0.1 %": deep_gradient(0.001),
-    "1-bit Adam": Method(one_bit_adam, warms=True),
+    "AdamW": Method(adamw),
+    "1-bit Adam": compressed_adamw(Config(32), 0),
+    "compressed AdamW": compressed_adamw(replace(entropy(4), error_feedback=False), 1),
     "SigNUM": Method(signum),
     "DiLoCo": outer_loop(config=Config(32)),
     "DiLoCo, 4 bits": outer_loop(config=Config(4)),

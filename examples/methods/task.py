@@ -29,7 +29,7 @@ class Task:
         optimizer: returns the optimizer of parameters, a learning rate and a momentum.
         momentum: momentum of SGD. Methods with momentum, such as DGC, use it instead of SGD.
         rate: peak learning rate of `optimizer`.
-        adam_rate: peak learning rate of 1-bit Adam.
+        adam_rate: peak learning rate of AdamW and of its compressed forms.
         sign_rate: peak learning rate of SigNUM.
         schedule: returns the learning rate schedule of an optimizer over a number of steps.
     """

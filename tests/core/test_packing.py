@@ -27,6 +27,8 @@ KNOBS: dict[str, tuple[str, dict[str, Any]]] = {
     "entropy": ("float32", {"compressor": "entropy", "rate": 1.5}),
     "entropy, half": ("float16", {"compressor": "entropy", "rate": 0.5}),
     "entropy, shift": ("float32", {"compressor": "entropy", "rate": 3.0, "rounding": "shift"}),
+    "entropy, a NaN": ("float32", {"compressor": "entropy", "rate": 2.0}),
+    "lossless, a NaN": ("float32", {"compressor": "lossless"}),
 }
 VERBS = (
     *(("allreduce", algorithm) for algorithm in ("one_shot", "sra", "ring", "auto")),
@@ -77,6 +79,8 @@ def test_results_and_residuals_equal_the_oracle(
 
     def inputs(rank: int) -> Values:
         values = np.random.default_rng(rank).standard_normal(blocks_in * end)
+        if name.endswith("NaN") and rank == size - 1:
+            values[segments[1].offset] = np.nan
         return values.astype(DTYPES[dtype])
 
     def old_residual() -> Values:

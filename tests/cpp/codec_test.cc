@@ -327,6 +327,10 @@ void test_malformed_messages() {
       {CGX_ONE_SHOT, {0, 0}, 4, 500, 1, 0, 0, CGX_TOPK},
       {CGX_SRA, {0, 0}, 4, 500, 1, 0, 6 * (2 + 100), CGX_TERNARY},
       {CGX_SRA, {0, 0}, 4, 500, 1, 0, 6 * 5 * 4, CGX_RANDK},
+      {CGX_SRA, {0, 0}, 4, 500, 1, 0, 0, CGX_ENTROPY},
+      {CGX_RING, {0, 0}, 4, 500, 1, 0, 0, CGX_ENTROPY},
+      {CGX_ONE_SHOT, {0, 0}, 4, 500, 1, 0, 0, CGX_LOSSLESS},
+      {CGX_HIERARCHICAL, {0, 0, 1, 1}, 4, 500, 1, 0, 0, CGX_LOSSLESS},
   };
   for (const MessageCase& row : rows) {
     if (row.valid_bytes) CHECK(error_of(row, row.valid_bytes).empty(), "a well-formed message");

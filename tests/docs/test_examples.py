@@ -223,7 +223,7 @@ def test_fsdp2_trains_in_few_bits() -> None:
     [
         ("experts", 2),
         pytest.param("experts", 4, marks=pytest.mark.exhaustive),
-        pytest.param("jax_experts", 4, marks=pytest.mark.exhaustive),
+        ("jax_experts", 4),
     ],
 )
 def test_experts_train_in_few_bits(example: str, ranks: int) -> None:

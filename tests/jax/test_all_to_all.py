@@ -147,11 +147,11 @@ def test_trees_and_names() -> None:
 # ---- 2. shapes -----------------------------------------------------------------------------------
 
 
-def exchanged(x: Values, split: int, concat: int, tiled: bool) -> Values:
+def exchanged(x: Values, split: int, concat: int, tiled: bool, **knobs: Any) -> Values:
     """Return the oracle's result for arrays x[r], as jax.lax.all_to_all shapes it."""
     size, split = len(x), split % (x.ndim - 1)
     parts = [np.split(row, size, split) for row in x]
-    blocks = exchange_expected(np.array(parts))
+    blocks = exchange_expected(np.array(parts), **knobs)
     if tiled:
         return np.array([np.concatenate(list(received), concat) for received in blocks])
     received = blocks.squeeze(split + 2)
@@ -280,6 +280,45 @@ def test_derivatives_are_those_of_lax(check_vma: bool) -> None:
     assert all(np.abs(rows).max() > 0 for rows in got)
     assert value.shape == other.shape
     assert not np.array_equal(value, other)
+
+
+@both_modes
+def test_gradients_in_few_bits(check_vma: bool) -> None:
+    """Check blocks that return to their senders, their noise, and second derivatives."""
+    x, upward = normal(20, 8, 16, 80), normal(21, 8, 2, 640)
+    eight = Config(8)
+
+    def body(v: jax.Array, c: jax.Array) -> Any:
+        def ours(u: Any, key: Any = None, bits: int = 4) -> Any:
+            return all_to_all_q(
+                u, "d", 0, 1, tiled=True, bits=bits, grad_config=eight, key=key, name="there"
+            )
+
+        value, back = jax.vjp(ours, v)
+        _, back_with_noise = jax.vjp(partial(ours, key=KEY), {"a": v})
+        _, again = jax.vjp(lambda u: back(u)[0], c)
+        _, of_example = jax.vjp(jax.vmap(ours), v[None])
+        noisy = back_with_noise({"a": c})[0]["a"]
+        return value, back(c)[0], of_example(c[None])[0][0], noisy, again(v)[0]
+
+    value, plain, of_example, noisy, again = run(body, x, upward, check_vma=check_vma)
+    assert same_bits(value, exchanged(x, 0, 1, True))
+    want = exchanged(upward, 1, 0, True, bits=8)
+    assert same_bits(plain, want) and same_bits(of_example, want)
+    seeds = [seed_of(jax.random.fold_in(KEY, 1), call=f"{CALL}there")] * 8
+    knobs = {"bits": 8, "seeds": seeds, "rounding": "stochastic"}
+    assert same_bits(noisy, exchanged(upward, 1, 0, True, **knobs))
+    assert same_bits(again, exchanged(x, 0, 1, True, bits=8))
+
+
+def test_invalid_settings_of_gradients() -> None:
+    x = normal(22, 8, 8, 12)
+    with pytest.raises(ValueError, match=r"all_to_all_q: grad_config is 8; it must be a .*Config"):
+        run(partial(exchange, grad_config=8), x)
+    with pytest.raises(ValueError, match=r"all_to_all_q: compressor='randk' .*there is no key"):
+        run(partial(exchange, grad_config=Config(compressor="randk", density=0.1)), x)
+    with pytest.raises(TypeError, match="int32"):
+        run(partial(exchange, grad_config=Config(8)), x.astype(np.int32))
 
 
 @both_modes

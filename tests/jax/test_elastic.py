@@ -67,7 +67,7 @@ def lines_of(output: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in output.splitlines() if line.startswith("{")]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_jobs_shrink_and_continue(example: ModuleType, tmp_path: Path) -> None:
     """Kill a process of four, then one of three; two end the training."""

@@ -47,6 +47,7 @@ def check_pytest(
     assert len({sum(count.values()) for count in counts}) == 1, counts
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_residuals_of_several_devices_a_process() -> None:
     check_pytest(

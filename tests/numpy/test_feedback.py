@@ -171,7 +171,7 @@ def test_conservation(
     conserved(size, numel, op, Config(algorithm=algorithm, **knobs))
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("size", [1, 3, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4))])
 @pytest.mark.parametrize("knobs", conservation.FED_BACK, ids=str)
 def test_conservation_of_all_compressors(knobs: dict[str, Any], size: int) -> None:
     for algorithm in ROUTES:

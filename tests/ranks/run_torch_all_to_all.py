@@ -196,7 +196,17 @@ def noise_of_gradients(group: Group) -> None:
     assert all(tc.same_bits(results[0], each) for each in results[1:])
 
 
-# ---- compilers -----------------------------------------------------------------------------------
+# ---- vmap and compilers --------------------------------------------------------------------------
+
+
+def mapped(group: Group) -> None:
+    """Check that vmap makes a call of each slice."""
+    splits = group.splits("equal", 40)
+    xs = [group.inputs(splits, call=i) for i in range(3)]
+    slices = torch.stack([each[group.rank] for each in xs])
+    y = torch.vmap(lambda x: all_to_all(x, config=NEAREST, group=group.group))(slices)
+    for i, each in enumerate(xs):
+        assert tc.same_bits(y[i], expected(each, splits, group.rank, NEAREST)), i
 
 
 def compiled(group: Group) -> None:
@@ -351,7 +361,15 @@ def skipped() -> None:
     """Stand in for the checks on a rank outside of the group."""
 
 
-CHECKS = [values, compressors, strided, gradients, gradients_match_torch, noise_of_gradients]
+CHECKS = [
+    values,
+    compressors,
+    strided,
+    gradients,
+    gradients_match_torch,
+    noise_of_gradients,
+    mapped,
+]
 ON_TWO = [compiled]
 
 

@@ -51,9 +51,14 @@ CASES: dict[str, dict[str, Any]] = {
     "topk": {"compressor": "topk", "density": 0.05},
     "topk of codes": {"compressor": "topk", "density": 0.05, "value_bits": 4},
     "randk": {"compressor": "randk", "density": 0.05},
+    "entropy": {"compressor": "entropy", "rate": 2.0},
+    "entropy shifted": {"compressor": "entropy", "rate": 2.0, "rounding": "shift"},
+    "lossless": {"compressor": "lossless"},
 }
 # Compressors for which error feedback converges.
-KEPT = [name for name in CASES if name not in ("sign", "ternary", "qsgd")]
+KEPT = [
+    name for name in CASES if name not in ("sign", "ternary", "qsgd", "entropy shifted", "lossless")
+]
 
 
 def run(body: Callable[..., Any], *operands: Any, mesh: Any = MESH) -> Any:

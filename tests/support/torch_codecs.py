@@ -22,6 +22,9 @@ _SETTINGS: tuple[dict[str, Any], ...] = (
     {"compressor": "topk", "density": 0.1},
     {"compressor": "topk", "density": 1 / 3, "value_bits": 8},
     {"compressor": "randk", "density": 0.25},
+    {"compressor": "entropy", "rate": 2.0},
+    {"compressor": "entropy", "rate": 3.0, "rounding": "shift"},
+    {"compressor": "lossless"},
 )
 CONFIGS = tuple(Config(**{"bucket_size": 64, "algorithm": "sra", **own}) for own in _SETTINGS)
 

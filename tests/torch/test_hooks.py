@@ -22,7 +22,7 @@ DAILY += [f"hooks.*.{check}" for check in ("matches_reference", "bytes_sent", "r
 DAILY += ["hooks.grad_scaler.*", "hooks.failing_rank.*"]
 # Ambient settings; skipped steps and failures on one rank, with a deadline of 300 seconds.
 ON_THREE = [f"hooks.{each}.*" for each in ("ambient", "grad_scaler", "failing_rank", "names")]
-LONGER = ["pytorchs_trajectory_with_its_options", "residuals_stay_bounded"]
+LONGER = ["pytorchs_trajectory_with_its_options", "residuals_stay_bounded", "recommended_codecs"]
 
 slow, exhaustive = [pytest.mark.slow], [pytest.mark.exhaustive]
 

@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from cgx_ops import Rules
+from cgx_ops import Config, Rules
 from cgx_ops.torch import fsdp
 
 from .common import FEW, Model, batch, equals_the_oracle, own_parameters, recorded, sharded
@@ -39,7 +39,7 @@ def rules_by_name() -> None:
         ):
             named = [(prefix + name, p) for name, p in own_parameters(module)]
             default = [32 if p.ndim == 1 else b for _, p in named]
-            plain.append([(bits, k) for bits in default])
+            plain.append([(32, Config().bucket_size)] * len(named))
             ruled.append(
                 [table.get(n, (own, k)) for (n, _), own in zip(named, default, strict=True)]
             )

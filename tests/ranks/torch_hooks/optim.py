@@ -7,6 +7,7 @@
 """
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -77,8 +78,8 @@ def reference_of(name: str, x: torch.Tensor, **options: Any) -> Any:
     own = {"bits": 1, "compressor": "levels", "rotation": 32} if x.dim() > 1 else {"bits": 32}
     whole = reference.Segment(0, x.numel(), 8 if x.dim() > 1 else 32)
     options = {"warmup": 10, "lr": 0.01, "decay": 0.01, "variance_segment": whole, **options}
-    segment = reference.Segment(0, x.numel(), **own)  # type: ignore[arg-type]
-    return reference.CompressedAdamW(SIZE, start, segment=segment, root=root, **options)
+    options.setdefault("segment", reference.Segment(0, x.numel(), **own))  # type: ignore[arg-type]
+    return reference.CompressedAdamW(SIZE, start, root=root, **options)
 
 
 def matches_reference() -> None:
@@ -122,6 +123,31 @@ def matches_reference() -> None:
         assert optimizer.exchange.residuals.tensors.keys() == (
             kept if name == "compressed_adamw" else set()
         )
+
+
+def recommended_codecs() -> None:
+    """Compare updates of half a bit, and gradients of four bits in variance steps."""
+    rates = {"segment": 0.5, "variance_segment": 4.0}
+    weight = nn.Parameter(torch.ones(64, 64))
+    segments = {
+        name: reference.Segment(0, 4096, compressor="entropy", rate=rate)
+        for name, rate in rates.items()
+    }
+    want = reference_of("compressed_adamw", weight, **segments)
+    few, gradients = (Config(compressor="entropy", rate=rate) for rate in rates.values())
+    gradients = replace(gradients, error_feedback=False)
+    optimizer = MAKERS["compressed_adamw"]([weight], config=few, warmup_config=gradients)
+    for step in range(24):
+        torch.manual_seed(100 * step + RANK)
+        weight.grad = torch.randn(64, 64)
+        want.step([tc.to_numpy(g) for g in gathered(weight.grad)])
+        optimizer.step()
+        assert np.array_equal(tc.to_numpy(optimizer.state[weight]["exp_avg"]), want.m), step
+        assert np.array_equal(tc.to_numpy(optimizer.state[weight]["exp_avg_sq"]), want.v), step
+        residual = optimizer.exchange.residuals.tensors.get("0")
+        if residual is not None:
+            assert np.array_equal(tc.to_numpy(residual), want.residuals[RANK]), step
+    assert optimizer.exchange.residuals.tensors.keys() == {"0"}
 
 
 def warm_up_that_ends_by_itself() -> None:
@@ -555,7 +581,13 @@ def mismatched_settings() -> None:
         fails(InvalidArgument, "rank 0 has group 0's lr 0.1, rank", optimizer.step)
 
 
-CHECKS = [matches_reference, warm_up_that_ends_by_itself, as_adamw, tiny_variances]
+CHECKS = [
+    matches_reference,
+    recommended_codecs,
+    warm_up_that_ends_by_itself,
+    as_adamw,
+    tiny_variances,
+]
 CHECKS += [conservation, carried_by_torch, bytes_sent, convergence]
 CHECKS += [without_gradients, not_finite, sixteen_bits, resumed]
 CHECKS += [resumed_in_automatic_warm_up, resumed_on_other_rank_count]
