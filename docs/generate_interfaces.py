@@ -26,11 +26,10 @@ The APIs differ in these points:
 - **Ranks**: a communicator (numpy), `group` or `process_group` (PyTorch), `axis_name` (JAX).
 - **`op`**: JAX has `psum_q` and `pmean_q`, and its `compress_grads` sums, as `jax.grad` does.
 - **`key`** is JAX's source of randomness. PyTorch and numpy have seeds and counters instead.
-- **`out`**, `segments`, `timeout`, and the `seed` of a collective, exist only in numpy.
+- **`out`**, `segments`, `timeout`, a call's `seed`: numpy only. `psum_scatter_q`: no `residual`.
 - **`fuse`** divides a JAX tree into messages, and **`mesh`** is that of `jax.shard_map`.
 - **`carrier`** names the framework's own collectives as the transport: "c10d" or "xla".
 - **State** is an argument in optax, and an object with a `process_group` in PyTorch.
-- **`residual`**: JAX's `psum_scatter_q` has no error feedback.
 """
 
 # A concept, and its calls in numpy, PyTorch and JAX.
