@@ -36,7 +36,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip tests after --until. Reset warnings, so that each test sees those of earlier ones."""
-    if time.time() > float(item.config.getoption("--until")):
+    if time.time() > item.config.option.until:
         pytest.skip("no time is left (--until)")
     user_warnings.forget()
 
