@@ -479,8 +479,8 @@ void test_decode(Dtype dtype, Data kind, const std::vector<Shape>& shapes,
 }
 
 void test_pieces() {
-  // A third of the cells run for the largest length, and with sanitizers for all lengths, where they
-  // have every pair of values of two axes.
+  // A third of the cells run for the largest length, and with sanitizers for all lengths, where
+  // they have every pair of values of two axes.
   const auto runs = [](size_t coding, size_t bucket, size_t length) {
     const bool all = !kSanitized && kLengths[length] < 10000;
     return all || (coding + bucket + length) % 3 == 0;

@@ -1,27 +1,14 @@
 """cgx_ops.torch.all_to_all, and all_to_all_single of the backend. A rank program has the checks."""
 
-from collections.abc import Sequence
-
 import pytest
-from support import launch
-from support import torch_cases as tc
-from support.rank_checks import Launch, RankCheck, listed, rank_checks
+from support.rank_checks import RankCheck, rank_checks
+from support.torch_groups import over_groups
 
-PROGRAM = "run_torch_all_to_all.py"
-
-
-def on(n: int, marks: Sequence[pytest.MarkDecorator] = ()) -> Launch:
-    names = [
-        f"{check} on {size}"
-        for size in range(1, n + 1)
-        for check in listed(PROGRAM) + (listed(PROGRAM, "ON_TWO") if size == 2 else [])
-    ]
-    return Launch(
-        n, PROGRAM, names=[*names, "backend", "bad_calls"], by=launch.torchrun, marks=marks,
-        env=tc.ENVIRONMENT, timeout=300,
-    )  # fmt: skip
+PROGRAM, REST = "run_torch_all_to_all.py", ("backend", "bad_calls")
 
 
-@rank_checks(on(2), on(4, [pytest.mark.slow]))
+@rank_checks(
+    over_groups(2, PROGRAM, *REST), over_groups(4, PROGRAM, *REST, marks=[pytest.mark.slow])
+)
 def test_exchanges(check: RankCheck) -> None:
     check.passes()
