@@ -7,8 +7,8 @@ import sys
 import pytest
 from support import launch
 
-ROUNDS = [("shm", 6), ("tcp", 4)]
-ROUNDS += [pytest.param(each, 4, marks=pytest.mark.slow) for each in ("mpi", "hybrid")]
+ROUNDS = [("shm", 6)]
+ROUNDS += [pytest.param(each, 4, marks=pytest.mark.slow) for each in ("tcp", "mpi", "hybrid")]
 ROUNDS += [pytest.param(*more, marks=pytest.mark.exhaustive) for more in [("shm", 40), ("tcp", 40)]]
 ROUNDS += [pytest.param(each, 12, marks=pytest.mark.exhaustive) for each in ("mpi", "hybrid")]
 

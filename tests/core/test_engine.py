@@ -71,7 +71,7 @@ def failure(how: str, transport: str, *mpirun_args: str) -> list[str]:
     ("how", "transport"),
     [
         ("kill", "SHM"),
-        ("kill", "MPI"),
+        pytest.param("kill", "MPI", marks=pytest.mark.slow),  # daily: under plain mpirun, below
         ("kill", "TCP"),
         pytest.param("absent", "SHM", marks=pytest.mark.exhaustive),  # as in run_torch_backend.py
         pytest.param("absent", "MPI", marks=pytest.mark.slow),

@@ -58,9 +58,9 @@ LAYOUTS = [
     ("a,b", "AUTO", "mpi", "sra"),
     ("a,a", "AUTO", "shm", "sra"),
 ]
-# Daily runs use a sample on four layouts. All cases on even hosts and on the most uneven ones, and
+# Daily runs use a sample on three layouts. All cases on even hosts and on the most uneven ones, and
 # the sample on the other layouts, are slow.
-DAILY = (NESTED[1], NESTED[3], "a,a,b", "a,b")
+DAILY = (NESTED[1], NESTED[3], "a,b")
 RUNS = [
     pytest.param(*layout, cases, marks=marks)
     for layout in LAYOUTS
