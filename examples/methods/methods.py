@@ -123,11 +123,17 @@ def torch_power_sgd(model: nn.Module, run: Run) -> Prepared:
 # ---- 2. compressors ------------------------------------------------------------------------------
 
 
+def hooked(model: nn.Module, config: Config, seed: int) -> DistributedDataParallel:
+    """Return a model whose gradients are averaged as `config` says."""
+    wrapped = parallel(model)
+    state = ddp.QuantizedAllreduceState(config=config, seed=seed)
+    wrapped.register_comm_hook(state, ddp.quantized_allreduce_hook)
+    return wrapped
+
+
 def codec(config: Config) -> Method:
     def prepare(model: nn.Module, run: Run) -> Prepared:
-        wrapped = parallel(model)
-        state = ddp.QuantizedAllreduceState(config=config, seed=run.seed)
-        wrapped.register_comm_hook(state, ddp.quantized_allreduce_hook)
+        wrapped = hooked(model, config, run.seed)
         return wrapped, run.optimizer(wrapped)
 
     return Method(prepare)
@@ -182,9 +188,7 @@ BETAS = (0.9, 0.95)  # with 0.999 the variance would not settle in so short a wa
 
 
 def adamw(model: nn.Module, run: Run) -> Prepared:
-    wrapped = parallel(model)
-    state = ddp.QuantizedAllreduceState(config=Config(32))
-    wrapped.register_comm_hook(state, ddp.quantized_allreduce_hook)
+    wrapped = hooked(model, Config(32), run.seed)
     return wrapped, AdamW(wrapped.parameters(), run.task.adam_rate, BETAS, weight_decay=0.0)
 
 
