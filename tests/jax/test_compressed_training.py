@@ -14,6 +14,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
+import reference
 from jax import NamedSharding
 from jax.sharding import PartitionSpec as P
 from support.jax_cases import SRA, Values, fetch, normal, same_bits, use_cpu_devices, with_config
@@ -84,6 +85,39 @@ def test_feedback_by_default() -> None:
                 assert same_bits(jnp.copy(state[0].residual[name]), residuals[name]), name
             else:
                 assert state[0].residual[name] is None
+
+
+def test_entropy_equals_the_oracle() -> None:
+    """Compare steps with the oracle, which packs the small leaves as the core does."""
+    n, sizes = 3, {"bias": 40, "dense": 1200, "head": 70_000, "norm": 300}
+    mesh, config = mesh_with(n), Config(compressor="entropy", rate=1.5)
+    rules = Rules([("bias", 32)], exact_vectors=False)
+    params = {name: normal(i, numel) for i, (name, numel) in enumerate(sizes.items())}
+    optimizer = optax.chain(
+        average_gradients("d", config=config, rules=rules, mesh=mesh), optax.scale(0.5)
+    )
+    state: Any = optimizer.init(params)
+    step = program_of(optimizer, params, mesh)
+    starts = np.cumsum([0, *sizes.values()]).tolist()
+    segments = [
+        reference.Segment(start, numel, 32 if name == "bias" else 4, 512, "entropy", rate=1.5)
+        for start, (name, numel) in zip(starts, sizes.items(), strict=False)
+    ]
+    residuals = [np.zeros(starts[-1], np.float32) for _ in range(n)]
+    for number in range(3):
+        rows = {name: normal(10 * number + i, n, sizes[name]) for i, name in enumerate(sizes)}
+        updates, state = step(params, state, rows)
+        mean = reference.allreduce(
+            [np.concatenate([rows[name][rank] for name in sizes]) for rank in range(n)],
+            segments, op="avg", algorithm="sra", residuals=residuals,
+        )  # fmt: skip
+        for name, start in zip(sizes, starts, strict=False):
+            at = slice(start, start + sizes[name])
+            assert same_bits(updates[name], mean[at] * np.float32(0.5)), (number, name)
+            if name != "bias":
+                got = jnp.copy(state[0].residual[name])
+                assert same_bits(got, np.stack([e[at] for e in residuals])), (number, name)
+    assert state[0].residual["bias"] is None
 
 
 def test_feedback_on_request() -> None:

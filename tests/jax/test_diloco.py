@@ -47,7 +47,13 @@ MEMBERS = {
 }
 # Multiplication by 1/2 is exact, so XLA has numpy's bits although it fuses products and sums. The
 # encoded values are then numpy's, too, although they jump where values round.
-HALVES: dict[str, Any] = {**SPARSE, "residual_decay": 0.5, "outer_optimizer": optax.sgd(0.5)}
+HALF = optax.sgd(0.5)
+HALVES: dict[str, Any] = {**SPARSE, "residual_decay": 0.5, "outer_optimizer": HALF}
+ENTROPY: dict[str, Any] = {
+    "sync_every": 2, "compressor": "entropy", "rate": 2.0, "outer_optimizer": HALF
+}  # fmt: skip
+# The rate and the momentum of each outer optimizer.
+OUTER = {None: (0.7, 0.9), SPARSE["outer_optimizer"]: (0.8, 0.0), HALF: (0.5, 0.0)}
 
 
 def exact(mesh: Any, **options: Any) -> Any:
@@ -111,6 +117,8 @@ def test_equals_data_parallel_training() -> None:
         (PLAIN, 4),
         (STREAMING, 4),
         (SPARSE, 4),
+        (ENTROPY, 4),
+        pytest.param({**ENTROPY, "sync_every": 6, "fragments": 2}, 3, marks=slow),
         pytest.param({**STREAMING, "fragments": 2, "residual_decay": 0.9}, 2, marks=slow),
         pytest.param({**PLAIN, "fragment_update_alpha": 0.25, "bits": 32}, 3, marks=slow),
         pytest.param({**STREAMING, "fragment_sync_delay": 0}, 1, marks=slow),
@@ -123,16 +131,16 @@ def test_transcription(options: dict[str, Any], n: int) -> None:
     loop = diloco("d", mesh=mesh, **loop_options(options))
     own = {
         knob: options[knob]
-        for knob in ("bits", "compressor", "density", "bucket_size", "value_bits")
+        for knob in ("bits", "compressor", "density", "bucket_size", "value_bits", "rate")
         if knob in options
     }
     senders = "mean_over" in options
-    rate = 0.5 if options.get("residual_decay") == 0.5 else 0.8 if senders else 0.7
+    rate, momentum = OUTER[options.get("outer_optimizer")]
     first = {name: leaf_of(weights(), name) for name in SHAPES}
     want = reference.OuterLoop(
         first, n, loop.schedule, MEMBERS[loop.schedule.fragments],
         lambda _, numel: reference.Segment(0, numel, **own), rate=rate,
-        momentum=0.0 if senders else 0.9, decay=options.get("residual_decay", 1.0),
+        momentum=momentum, decay=options.get("residual_decay", 1.0),
         feedback=options.get("bits") != 32, of_senders=senders,
     )  # fmt: skip
     params, state = started(loop)

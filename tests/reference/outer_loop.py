@@ -1,6 +1,7 @@
 """An outer loop over all ranks (DiLoCo), in numpy: each operation rounded to float32."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -68,25 +69,42 @@ class OuterLoop:
         self.steps += 1
         sent = self.schedule.sent_after(self.steps)
         if sent is not None:
-            self._flight = {n: self._sent(n) for n in self.members[sent]}
+            self._flight = self._sent(self.members[sent])
         applied = self.schedule.applied_after(self.steps)
         if applied is not None:
             for n in self.members[applied]:
                 self._apply(n, *self._flight[n])
 
-    def _sent(self, n: str) -> tuple[_Values, list[Any]]:
-        lost = [e * _F(self.decay) for e in self.residuals[n]]
-        deltas = [self.anchor[n] - params[n] for params in self.params]
-        segment = self.segment_of(n, deltas[0].size)
+    def _sent(self, names: list[str]) -> dict[str, Any]:
+        """Return the mean and the new residuals of each parameter, all sent in one message."""
+        ends = np.cumsum([self.anchor[n].size for n in names])
+        segments = [
+            replace(self.segment_of(n, self.anchor[n].size), offset=end - self.anchor[n].size)
+            for n, end in zip(names, ends.tolist(), strict=True)
+        ]
+        deltas = [np.concatenate([self.anchor[n] - p[n] for n in names]) for p in self.params]
+        lost = [
+            np.concatenate([self.residuals[n][rank] for n in names]) * _F(self.decay)
+            for rank in range(len(deltas))
+        ]
+        mean = self._mean(deltas, segments, lost)
+        parts = [slice(each.offset, each.offset + each.numel) for each in segments]
+        return {n: (mean[at], [e[at] for e in lost]) for n, at in zip(names, parts, strict=True)}
+
+    def _mean(self, deltas: list[_Values], segments: list[Segment], lost: list[_Values]) -> _Values:
+        """Return the mean of the ranks' differences; update the residuals `lost` in place."""
         if not self.of_senders:
             kept = lost if self.feedback else None
-            return allreduce(deltas, [segment], op="avg", algorithm="sra", residuals=kept), lost
+            return allreduce(deltas, segments, op="avg", algorithm="sra", residuals=kept)
         owed = [d + e for d, e in zip(deltas, lost, strict=True)]
-        if is_exact(segment, 0):
-            return allreduce(owed, [segment], op="avg", algorithm="one_shot"), lost
-        mean = allreduce(deltas, [segment], op="avg", algorithm="one_shot", residuals=lost)
+        mean = allreduce(deltas, segments, op="avg", algorithm="one_shot", residuals=lost)
         count = np.sum([a != e for a, e in zip(owed, lost, strict=True)], 0)
-        return mean * _F(len(deltas)) / np.maximum(count, 1).astype(_F), lost
+        of_senders = mean * _F(len(deltas)) / np.maximum(count, 1).astype(_F)
+        for segment in segments:
+            if not is_exact(segment, 0):
+                at = slice(segment.offset, segment.offset + segment.numel)
+                mean[at] = of_senders[at]
+        return mean
 
     def _apply(self, n: str, mean: _Values, lost: list[_Values]) -> None:
         self.momentum[n] = self.mu * self.momentum[n] + mean

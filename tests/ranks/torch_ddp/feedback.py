@@ -1,6 +1,7 @@
 """Error feedback: the quantization error of a layer's gradient is added to the next gradient.
 
-1. values: compared with the numpy allreduce of each layer, bit for bit
+1. values: compared with the numpy allreduce of each layer, bit for bit; those of entropy, whose
+   small layers share blocks, with the oracle's of each bucket
 2. which layers have residuals; invalid settings
 3. checkpoints; those for other numbers of ranks are in run_torch_restart.py
 """
@@ -10,6 +11,8 @@ import gc
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+import reference
 import torch
 import torch.distributed as dist
 from failing import fails
@@ -29,6 +32,7 @@ from cgx_ops.torch.ddp import models as ddp_models
 
 from .common import (
     RANK,
+    SIZE,
     gradients_of,
     hooked,
     identical_on_all_ranks,
@@ -42,6 +46,7 @@ from .steps import train
 LEVELS = Config(bits=1, compressor="levels", bucket_size=64)
 TOPK = Config(compressor="topk", density=0.1, bucket_size=256)
 UNIFORM = Config(bits=2, bucket_size=64, error_feedback=True)
+ENTROPY = Config(compressor="entropy", rate=2)
 
 # ---- values --------------------------------------------------------------------------------------
 
@@ -102,6 +107,72 @@ def feedback_by_layer() -> None:
             if "bucket_cap_mb" in mode:
                 first, last = ([b for s, b in buckets if s == step] for step in (0, 3))
                 assert first != last, "DDP did not rebuild its buckets"
+
+
+def entropy_by_bucket() -> None:
+    """Compare with the oracle, which packs the small layers of a bucket as the core does."""
+    gloo = dist.new_group(backend="gloo")
+    modes: tuple[dict[str, Any], ...] = (
+        {},
+        {"bucket_cap_mb": 0.001},
+        {"bucket_cap_mb": 0.001, "carrier": "c10d", "process_group": gloo},
+    )
+    for mode in modes:
+        buckets: list[list[str]] = []
+
+        def hook(
+            state: Any, bucket: GradBucket, seen: Any = buckets
+        ) -> torch.futures.Future[torch.Tensor]:
+            known = {id(p): name for name, p in model.module.named_parameters()}  # noqa: B023
+            seen.append([known[id(p)] for p in bucket.parameters()])
+            return ddp.quantized_allreduce_hook(state, bucket)
+
+        model, state = hooked(network(), ENTROPY, hook, **mode)
+        alone = [local_gradients(rank, spare=True) for rank in range(SIZE)]
+        lost = [{n: tc.to_numpy(x) for n, x in zeros_for(each).items()} for each in alone]
+        for step in range(4):
+            buckets.clear()
+            model.zero_grad()
+            model(images(RANK, step), spare=True).square().sum().backward()
+            alone = [local_gradients(rank, (step,), spare=True) for rank in range(SIZE)]
+            want: dict[str, torch.Tensor] = {}
+            for names in buckets:
+                want |= bucket_average(names, alone, lost)
+            same(gradients_of(model), want, (mode, step))
+            for name, e in state.residuals.tensors.items():
+                assert np.array_equal(tc.to_numpy(e), lost[RANK][name]), (mode, step, name)
+        assert any(len([n for n in names if n in lost[0]]) > 1 for names in buckets) or mode
+
+
+def bucket_average(
+    names: list[str], gradients: list[dict[str, torch.Tensor]], lost: list[dict[str, Any]]
+) -> dict[str, torch.Tensor]:
+    """Return the oracle's averages of a bucket, sent in one message; update `lost` in place."""
+
+    def flat(of: dict[str, Any]) -> np.ndarray:
+        zero = {n: np.zeros(gradients[0][n].numel(), np.float32) for n in names}
+        return np.concatenate([np.ravel({**zero, **of}[n]) for n in names])
+
+    parts, segments = {}, []
+    end = 0
+    for name in names:
+        numel = gradients[0][name].numel()
+        own = ENTROPY if name in lost[0] else Config(bits=32)
+        segments.append(
+            reference.Segment(end, numel, own.bits, 512, own.compressor, rate=own.rate or 2.0)
+        )
+        parts[name] = slice(end, end + numel)
+        end += numel
+    residuals = [flat(each) for each in lost]
+    mean = reference.allreduce(
+        [flat({n: tc.to_numpy(g[n]) for n in names}) for g in gradients], segments, op="avg",
+        algorithm="sra", residuals=residuals,
+    )  # fmt: skip
+    for each, residual in zip(lost, residuals, strict=True):
+        each.update({n: residual[parts[n]] for n in names if n in each})
+    return {
+        n: tc.from_numpy(mean[at].copy()).reshape(gradients[0][n].shape) for n, at in parts.items()
+    }
 
 
 def inside_torchs_wrapper() -> None:
@@ -257,7 +328,7 @@ def state_without_feedback_rejects_residuals() -> None:
         )  # fmt: skip
 
 
-CHECKS = [feedback_by_layer, inside_torchs_wrapper, layers_with_residuals]
+CHECKS = [feedback_by_layer, entropy_by_bucket, inside_torchs_wrapper, layers_with_residuals]
 CHECKS += [exact_steps_leave_residuals_alone, invalid_settings, feedback_by_default]
 CHECKS += [compiled_module_restores_residuals]
 CHECKS += [resumed_feedback_is_bitwise_equal, state_without_feedback_rejects_residuals]

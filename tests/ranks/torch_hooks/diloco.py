@@ -42,6 +42,7 @@ NEAREST = Config(bits=4, bucket_size=64, rounding="nearest")
 EVERYTHING = Rules(exact_vectors=False)
 LEVELS = Config(bits=2, compressor="levels", bucket_size=64)
 TOPK = Config(compressor="topk", density=0.1, bucket_size=128, residual_decay=0.5)
+ENTROPY = Config(compressor="entropy", rate=2)  # small parameters of a message share blocks
 EXACT = Config(bits=32)
 # Outer steps with exact products: torch's fused ones then round as the reference does.
 HALVES: dict[str, Any] = {"lr": 0.5, "momentum": 0.5, "nesterov": True}
@@ -91,7 +92,7 @@ def expected(loop: DiLoCo, first: dict[str, Any], **more: Any) -> reference.Oute
     def segment_of(_name: str, numel: int) -> reference.Segment:
         return reference.Segment(
             0, numel, config.bits, config.bucket_size, config.compressor,
-            density=config.density or 0.01, rounding="nearest",
+            density=config.density or 0.01, rate=config.rate or 2.0, rounding="nearest",
         )  # fmt: skip
 
     members = [[loop.names[i] for i in places] for places in loop.fragments]
@@ -135,6 +136,8 @@ def matches_reference() -> None:
              "fragment_update_alpha": 0.5},
         ),
         (EXACT, halved, {"sync_every": 4, "fragments": 2}),
+        (ENTROPY, halved, {"sync_every": 3}),
+        (ENTROPY, halved, {"sync_every": 4, "fragments": 2, "fragment_sync_delay": 1}),
         (replace(NEAREST, error_feedback=False), plain, {"sync_every": 1}),
         (TOPK, plain, {"sync_every": 2, "mean_over": "senders"}),
         (TOPK, plain, {"sync_every": 4, "fragments": 2, "fragment_sync_delay": 1,
