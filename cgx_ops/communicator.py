@@ -474,7 +474,7 @@ class Communicator:
 
         Args:
             array: The input, with at least one axis.
-            config: See allreduce().
+            config: See allreduce(). `algorithm`, `gather_bits` and `intra_bits` have no effect.
             output_split_sizes: Rows of the block from each rank. None: equal blocks, of as many
                 rows in all as `out` or, without it, the input. `size` must divide these rows.
             input_split_sizes: Rows of the block for each rank; they add up to the array's rows.

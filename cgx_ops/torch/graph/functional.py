@@ -294,6 +294,7 @@ def all_to_all(
         input_split_sizes: rows of the block for each rank; they add up to the rows of `x`. None:
             equal blocks.
         config: compressor, bits and the other settings. None: `Config()`, which is 4 bits.
+            `algorithm`, `gather_bits` and `intra_bits` have no effect.
         bits: overrides `config.bits`: 1 to 8, or 32 (exact).
         bucket_size: overrides `config.bucket_size`: how many elements share one scale.
         compressor: overrides `config.compressor`, and resets the fields that only the previous
