@@ -55,6 +55,10 @@ def test_kernels(objects: list[Path]) -> None:
     emulated("kernels_test", objects)
 
 
+def test_entropy_coder(objects: list[Path]) -> None:
+    emulated("rans_test", objects)
+
+
 def test_codecs_give_the_same_bytes_as_on_this_processor(objects: list[Path]) -> None:
     here = subprocess.run(
         [cpp_programs.build("compressors_test") / "compressors_test"],

@@ -11,6 +11,7 @@
 #include "algorithm/algorithm.h"
 #include "algorithm/exchange.h"
 #include "algorithm/layout.h"
+#include "algorithm/packing.h"
 #include "algorithm/relay.h"
 #include "base/status.h"
 #include "input.h"
@@ -29,6 +30,8 @@ struct Scenario {
   std::array<int, kSize> hosts;
   int64_t numel;
   int bits;
+  cgx_compressor_t compressor = CGX_UNIFORM;
+  int segments = 1;  // of `numel` elements each
 };
 // The last two algorithms are not part of a plan.
 constexpr Scenario kScenarios[] = {
@@ -43,6 +46,15 @@ constexpr Scenario kScenarios[] = {
     {CGX_REDUCE_SCATTER, CGX_HIERARCHICAL, {0, 0, 1, 1}, 128, 4},
     {CGX_ALL_GATHER, CGX_HIERARCHICAL, {0, 0, 1, 1}, 128, 4},
     {CGX_ALL_TO_ALL, CGX_SRA, {0, 0, 0, 0}, 128, 4},
+    // Messages without fixed length; several small segments are packed.
+    {CGX_ALLREDUCE, CGX_ONE_SHOT, {0, 0, 0, 0}, 64, 4, CGX_ENTROPY},
+    {CGX_ALLREDUCE, CGX_SRA, {0, 0, 0, 0}, 512, 4, CGX_ENTROPY},
+    {CGX_ALLREDUCE, CGX_SRA, {0, 0, 0, 0}, 100, 4, CGX_ENTROPY, 2},
+    {CGX_ALLREDUCE, CGX_SRA, {0, 0, 0, 0}, 512, 4, CGX_LOSSLESS},
+    {CGX_ALLREDUCE, CGX_RING, {0, 0, 0, 0}, 128, 4, CGX_ENTROPY},
+    {CGX_ALLREDUCE, CGX_HIERARCHICAL, {0, 0, 1, 1}, 512, 4, CGX_ENTROPY},
+    {CGX_REDUCE_SCATTER, CGX_SRA, {0, 0, 0, 0}, 60, 4, CGX_ENTROPY, 2},
+    {CGX_ALL_TO_ALL, CGX_SRA, {0, 0, 0, 0}, 128, 4, CGX_LOSSLESS},
     {},  // exchange
     {},  // relay
 };
@@ -84,12 +96,14 @@ class ScriptedTransport : public Transport, private Arrival::Release {
         case 3: {  // on the expected channel
           const auto channel = static_cast<uint32_t>(2 * calls_ + input_.below(2));
           const Slot slot{channel, sent_[{source, channel}]++};
-          deliver_bulk(sink, source, slot, lengths_[input_.below(lengths_.size())]);
+          deliver_bulk(sink, source, slot, any_message());
           break;
         }
-        case 4:
-          deliver_bulk(sink, source, input_.number<Slot>(), input_.number<uint8_t>());
+        case 4: {
+          const auto slot = input_.number<Slot>();
+          deliver_bulk(sink, source, slot, input_.pattern(input_.near(input_.number<uint8_t>())));
           break;
+        }
         case 5:  // the engine processes the messages so far
           return true;
       }
@@ -105,19 +119,31 @@ class ScriptedTransport : public Transport, private Arrival::Release {
   bool drained() const override { return true; }
   void leave(bool, const std::string&) override {}
 
-  // Starts a collective with messages of these lengths.
-  void begin(int calls, std::vector<size_t> lengths) {
+  // Starts a collective with messages like these.
+  void begin(int calls, std::vector<Bytes> examples) {
     calls_ = calls;
-    lengths_ = std::move(lengths);
+    examples_ = std::move(examples);
   }
 
  private:
   static void deliver_control(Sink& sink, int source, Bytes message) {
     sink.on_control(source, message);
   }
-  void deliver_bulk(Sink& sink, int source, Slot slot, size_t length) {
+  // A valid message, a damaged one, or any bytes of about its length.
+  Bytes any_message() {
+    const Bytes& valid = examples_[input_.below(static_cast<int>(examples_.size()))];
+    switch (input_.below(4)) {
+      case 0:
+        return valid;
+      case 1:
+        return input_.damaged(valid);
+      default:
+        return input_.pattern(input_.near(valid.size()));
+    }
+  }
+  void deliver_bulk(Sink& sink, int source, Slot slot, Bytes message) {
     const uint64_t token = next_token_++;
-    const Bytes& bytes = held_.emplace(token, input_.pattern(input_.near(length))).first->second;
+    const Bytes& bytes = held_.emplace(token, std::move(message)).first->second;
     sink.on_bulk(Arrival(source, slot, bytes, this, token));
   }
   void release(int, uint64_t token) override { FUZZ_CHECK(held_.erase(token) == 1); }
@@ -127,7 +153,7 @@ class ScriptedTransport : public Transport, private Arrival::Release {
   int calls_ = 0;
   bool lost_ = false;
   std::map<std::pair<int, uint32_t>, uint32_t> sent_;  // messages so far, by source and channel
-  std::vector<size_t> lengths_;                        // lengths of valid messages
+  std::vector<Bytes> examples_;                        // valid messages
   std::unordered_map<uint64_t, Bytes> held_;
   uint64_t next_token_ = 0;
 };
@@ -139,11 +165,25 @@ struct Memory {
   std::vector<Bytes> blobs{kSize};
 };
 
-// Makes an algorithm and stores the lengths of its messages.
+// Returns a valid message of a chunk, of values that differ.
+Bytes message_of(const Shard& shard, const Chunk& chunk) {
+  Bytes message(static_cast<size_t>(chunk.length[Stage::kScatter].most));
+  for (const Piece& piece : shard.pieces_of(chunk)) {
+    std::vector<float> values(static_cast<size_t>(piece.numel));
+    for (size_t i = 0; i < values.size(); ++i) values[i] = static_cast<float>(i * i % 37) - 18;
+    const Piece::Coded& coded = piece.coded[Stage::kScatter];
+    const int64_t bytes = coded.codec->encode(Dtype::kFloat32, values.data(), piece.numel,
+                                              piece.first_index, {}, message.data() + coded.at);
+    if (!chunk.fixed_length) message.resize(static_cast<size_t>(bytes));
+  }
+  return {message.begin(), message.end()};  // without spare capacity
+}
+
+// Makes an algorithm and stores examples of its messages.
 std::unique_ptr<Algorithm> make(int which, Memory& memory, Agreement* agreement,
-                                std::vector<size_t>* lengths) {
+                                std::vector<Bytes>* examples) {
   if (which == kExchange) {
-    lengths->push_back(0);
+    examples->emplace_back();
     return std::make_unique<Exchange>(0, Bytes(20), &memory.blobs);
   }
   if (which == kRelay) {
@@ -155,7 +195,7 @@ std::unique_ptr<Algorithm> make(int which, Memory& memory, Agreement* agreement,
       outgoing.emplace_back(memory.outgoing[peer]);
       incoming.emplace_back(memory.incoming[peer]);
     }
-    lengths->push_back(100);
+    examples->emplace_back(100);
     return std::make_unique<Relay>(0, std::move(outgoing), std::move(incoming));
   }
   const Scenario& scenario = kScenarios[which];
@@ -163,28 +203,31 @@ std::unique_ptr<Algorithm> make(int which, Memory& memory, Agreement* agreement,
       std::make_shared<Topology>(std::vector<int>{0, 0, 0, 0}),
       std::make_shared<Topology>(std::vector<int>{0, 0, 1, 1})};
   const Verb& verb = verb_of(scenario.verb);
-  memory.input.resize(scenario.numel * (verb.blocks_in ? kSize : 1));
-  memory.output.resize(scenario.numel * (verb.blocks_out ? kSize : 1));
-  const cgx_segment_t segment{0, scenario.numel, 16, scenario.bits, 0, nullptr};
+  const int64_t block = scenario.numel * scenario.segments;
+  memory.input.resize(block * (verb.blocks_in ? kSize : 1));
+  memory.output.resize(block * (verb.blocks_out ? kSize : 1));
+  std::vector<cgx_segment_t> segments;
+  for (int i = 0; i < scenario.segments; ++i)
+    segments.push_back({i * scenario.numel, scenario.numel, 16, scenario.bits, 0, nullptr});
   auto call = cgx::make<cgx_collective_t>();
   call.verb = scenario.verb;
   call.config.algorithm = scenario.verb == CGX_ALLREDUCE ? scenario.algorithm : CGX_AUTO;
+  call.config.compressor = scenario.compressor;
   call.op = CGX_SUM;
-  call.segments = &segment;
-  call.num_segments = 1;
+  call.segments = segments.data();
+  call.num_segments = scenario.segments;
   call.input = memory.input.data();
   call.output = memory.output.data();
   Plan plan = make_plan(call, 0, kSize);
   plan.topology = topologies[scenario.hosts[kSize - 1]];
   plan.algorithm = scenario.algorithm;
   plan.chunk_bytes = kMessageBytes;
+  Packing::pack(&plan);
   *agreement = make_agreement(call, plan);
   const Layout layout(plan);
   for (int owner = 0; owner < kSize; ++owner)
     for (const Chunk& chunk : layout.shard(owner).chunks)
-      for (const Length& length : chunk.length.each) lengths->push_back(length.most);
-  std::sort(lengths->begin(), lengths->end());
-  lengths->erase(std::unique(lengths->begin(), lengths->end()), lengths->end());
+      examples->push_back(message_of(layout.shard(owner), chunk));
   return make_algorithm(std::move(plan));
 }
 
@@ -201,9 +244,9 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   Engine engine("fuzzed", 0, kSize, std::move(transport));
   for (int call = 0; call < kCalls && !engine.closed(); ++call) {
     auto collective = std::make_shared<Collective>();
-    std::vector<size_t> lengths;
-    collective->algorithm = make(which, memory, &collective->agreement, &lengths);
-    script.begin(call, std::move(lengths));
+    std::vector<Bytes> examples;
+    collective->algorithm = make(which, memory, &collective->agreement, &examples);
+    script.begin(call, std::move(examples));
     collective->timeout = std::chrono::hours(1);
     collective->members = {0, 1, 2, 3};
     engine.run(collective);
