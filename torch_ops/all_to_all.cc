@@ -138,7 +138,8 @@ Exchanged exchange_of(const at::Tensor& x, c10::SymIntArrayRef output_sizes,
     made.buffers = {.input = x.contiguous(),
                     .output = at::empty(C10_AS_INTARRAYREF_SLOW(shape), x.options())};
     made.splits = {.input = elements(x, C10_AS_INTARRAYREF_SLOW(input_sizes)),
-                   .output = elements(x, C10_AS_INTARRAYREF_SLOW(output_sizes))};
+                   .output = elements(x, C10_AS_INTARRAYREF_SLOW(output_sizes)),
+                   .row = c10::multiply_integers(x.sizes().slice(1))};
   });
   return made;
 }
@@ -247,14 +248,14 @@ at::Tensor quantized_all_to_all(const at::Tensor& x, at::OptionalSymIntArrayRef 
                                 std::string_view name, std::string_view carrier,
                                 std::string_view grad_config) {
   const Options options("sum", CGX_GIVEN_OPTIONS(CGX_ALL_TO_ALL));
-  check_exchange(options, x);
   Options back = options.gradient();
   back = Options(back.op, back.depth,
                  overridden({.config = grad_config.empty() ? "bits=32" : grad_config}, back.verb),
                  back.name, back.group_name, back.carrier, back.verb);
-  // Before any check of this rank's sizes, and whether or not a gradient is recorded: all ranks,
+  // Before any check of this rank's tensor, and whether or not a gradient is recorded: all ranks,
   // and a forward pass that checkpointing repeats, must draw equally often.
   const Seed seed = draw_if_needed(options, x), back_seed = draw_if_needed(back, x);
+  or_refuse(options, x, [&] { check_exchange(options, x); });
   const auto sizes = [&](const at::OptionalSymIntArrayRef& given, const char* what) {
     return given ? given->vec() : equal_blocks(x, options, what);
   };

@@ -74,6 +74,7 @@ void set_splits(const Splits* splits, CallBuilder* call) {
   if (!splits) return;
   call->fields.input_splits = splits->input.data();
   call->fields.output_splits = splits->output.data();
+  call->fields.block_numel = splits->row;
 }
 
 }  // namespace

@@ -43,6 +43,7 @@ inline constexpr char kTorchsCollectives[] = "torch's collectives";
 // Elements of the blocks of an all_to_all, by rank.
 struct Splits {
   std::vector<int64_t> input, output;
+  int64_t row;  // elements of a row
 };
 
 // Runs or starts the collective of `options`. Input and output are contiguous, on one device and of

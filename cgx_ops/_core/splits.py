@@ -33,6 +33,7 @@ class Splits:
         elements = [[self.row * rows for rows in side] for side in (self.rows_in, self.rows_out)]
         size = len(self.rows_in)
         collective.input_splits, collective.output_splits = ((c_int64 * size)(*e) for e in elements)
+        collective.block_numel = self.row
 
 
 def splits_of(

@@ -154,14 +154,13 @@ void check_splits(const cgx_collective_t& call, const Verb& verb, int size) {
   require(call.input_splits && call.output_splits, CGX_INVALID_ARGUMENT,
           call.input_splits ? "input_splits" : "output_splits",
           " are given alone: pass both input_splits and output_splits, or neither");
-  require(call.block_numel == 0 && call.num_segments == 1 && call.segments[0].offset == 0 &&
-              call.segments[0].numel == 0,
-          CGX_INVALID_ARGUMENT, "input_splits and output_splits are given with block_numel ",
-          call.block_numel, " and ", call.num_segments, " segments",
+  require(call.num_segments == 1 && call.segments[0].offset == 0 && call.segments[0].numel == 0,
+          CGX_INVALID_ARGUMENT, "input_splits and output_splits are given with ", call.num_segments,
+          " segments",
           call.num_segments == 0 ? ""
                                  : join(", the first with offset ", call.segments[0].offset,
                                         " and numel ", call.segments[0].numel),
-          ": pass block_numel 0 and one segment with offset 0 and numel 0");
+          ": pass one segment with offset 0 and numel 0");
   for (const auto& [name, splits] : {std::pair("input_splits", call.input_splits),
                                      std::pair("output_splits", call.output_splits)}) {
     int64_t total = 0;
@@ -171,6 +170,9 @@ void check_splits(const cgx_collective_t& call, const Verb& verb, int size) {
       const int peer = call.peer ? *call.peer : rank;
       require(rank == peer || splits[rank] == 0, CGX_INVALID_ARGUMENT, name, "[", rank, "] is ",
               splits[rank], ", but the peer is rank ", peer, ": it must be 0");
+      require(call.block_numel == 0 || splits[rank] % call.block_numel == 0, CGX_INVALID_ARGUMENT,
+              name, "[", rank, "] is ", splits[rank], ", which is not a multiple of a row of ",
+              call.block_numel, " elements, as block_numel says");
       total += splits[rank];
     }
   }
@@ -301,7 +303,8 @@ Plan make_plan(const cgx_collective_t& call, int rank, int size, BuffersUsed use
     plan.segments.push_back(segment);
   }
   if (in_one_buffer) plan.block_numel = end;
-  for (Segment& segment : plan.segments) segment.block_bytes = plan.bytes(plan.block_numel);
+  for (Segment& segment : plan.segments)  // with splits, block_numel is the size of a row
+    segment.block_bytes = call.input_splits ? 0 : plan.bytes(plan.block_numel);
   require(!compressed || plan.op == Op::kSum || plan.op == Op::kAvg || !plan.verb->reduces,
           CGX_UNSUPPORTED, "op ", op_name(call.op),
           " is not supported for compressed values: use sum or avg, or bits=32 (uncompressed)");
@@ -347,7 +350,7 @@ Agreement make_agreement(const cgx_collective_t& call, const Plan& plan) {
   agreement.config =
       agreed_config(call.num_segments > 0 ? segment_config(call, call.segments[0]) : call.config,
                     static_cast<int64_t>(plan.algorithm));
-  agreement.segments_hash = hash_segments(call);
+  agreement.segments_hash = hash_segments(call) ^ plan.packing_hash;
   return agreement;
 }
 
@@ -370,7 +373,8 @@ std::string difference(const Agreement& left, const Agreement& right) {
       {"op", [](const Agreement& a) -> std::string { return op_name(a.op); }},
       {"divisor", [](const Agreement& a) { return std::to_string(a.divisor); }},
       {"number of segments", [](const Agreement& a) { return std::to_string(a.num_segments); }},
-      {"block_numel", [](const Agreement& a) { return std::to_string(a.block_numel); }},
+      {"elements of a block or row",
+       [](const Agreement& a) { return std::to_string(a.block_numel); }},
       {"the seed of the random indices",
        [](const Agreement& a) { return std::to_string(a.shared_seeds); }},
   };

@@ -71,6 +71,7 @@ struct Plan {
   std::vector<std::vector<Segment>> sends, receives;
   bool has_splits = false;
   std::shared_ptr<const Packing> packing;  // of small segments (algorithm/packing.h), or null
+  uint64_t packing_hash = 0;               // of the group of each segment; 0: nothing is packed
   int64_t block_numel = 0;                 // elements of a block
   const std::byte* input = nullptr;
   std::byte* output = nullptr;

@@ -219,7 +219,11 @@ DIFFERENT: dict[str, tuple[dict[str, Any], str]] = {
         "rank 1 sends 4 elements to rank 2, which expects 0; ",
     ),
     "own": ({"output_split_sizes": [2, 2, 5]}, "rank 2 sends 4 elements to rank 2, which expects"),
-    "columns": ({"array": np.ones((6, 3), np.float32)}, "rank 0 sends 4 elements to rank 2, which"),
+    "columns": ({"array": np.ones((6, 3), np.float32)}, "elements of a block or row 2 against 3"),
+    "shape of equal blocks": (
+        {"array": np.ones((3, 4), np.float32)},
+        "elements of a block or row 2 against 4",
+    ),
     "bits": ({"config": Config(bits=8)}, "ranks 0 and 2 disagree.*bits 4 against 8"),
     "dtype": ({"array": ROWS.astype(np.float16)}, "dtype float32 against float16"),
     "compressor": ({"config": Config(compressor="topk")}, "compressor uniform against topk"),
@@ -294,11 +298,11 @@ def call_of(
 BAD_CALLS: dict[str, tuple[dict[str, Any], str]] = {
     "no output_splits": ({"output_splits": None}, "input_splits are given alone"),
     "no input_splits": ({"input_splits": None}, "output_splits are given alone"),
-    "block_numel": (
-        {"block_numel": 6},
-        "input_splits and output_splits are given with block_numel 6",
+    "row": (
+        {"block_numel": 5},
+        r"input_splits\[0\] is 12, which is not a multiple of a row of 5 elements",
     ),
-    "no segment": ({"num_segments": 0}, "and 0 segments"),
+    "no segment": ({"num_segments": 0}, "with 0 segments"),
     "negative": ({"input_splits": (c_int64 * 1)(-1)}, r"input_splits\[0\] is -1"),
     "huge": ({"output_splits": (c_int64 * 1)(2**60)}, r"output_splits\[0\] is 1152921504606846976"),
     "own": ({"output_splits": (c_int64 * 1)(5)}, r"input_splits\[0\] is 12 and output_splits"),

@@ -5,8 +5,10 @@ core/test_collectives.py and core/test_host_blocks.py compare more cases, on all
     1. results and residuals, bit for bit as the oracle
     2. conservation over many steps
     3. bytes
+    4. ranks that differ
 """
 
+from ctypes import byref, c_void_p
 from typing import Any
 
 import numpy as np
@@ -16,7 +18,9 @@ import reference
 from support import launch
 from support.collective_cases import DTYPES
 
-from cgx_ops import Communicator, Config, Segment
+from cgx_ops import Communicator, Config, MismatchError, Segment
+from cgx_ops._core import library
+from cgx_ops._core.call import build
 
 # They have one compressor, except for OTHER; exact below 16; up to the limit of `lossless` and
 # beyond it. The small ones of `lossless` are longer than a block together.
@@ -175,3 +179,34 @@ def test_small_segments_send_fewer_bytes_together(verb: str) -> None:
     for together, alone in launch.threads(2, run):
         assert together < 6400 / 8 * 1.02 + 300  # the rate, its tolerance, and the header
         assert alone > 2 * together
+
+
+# ---- 4. ranks that differ ------------------------------------------------------------------------
+
+
+def reduce_with(comm: Communicator, x: Values, residuals: list[Values | None]) -> None:
+    """Sum three small segments, with residuals of some."""
+    config = Config(compressor="entropy", rate=2.0, algorithm="sra")
+    numel, y = x.size // 3, np.empty_like(x)
+    call = build(
+        "allreduce", "sum", config, [(i * numel, numel, config) for i in range(3)],
+        comm=comm.id, input=x.ctypes.data, output=y.ctypes.data,
+        residuals=(c_void_p * 3)(*(None if e is None else e.ctypes.data for e in residuals)),
+    )  # fmt: skip
+    library.call("cgx_run", byref(call))
+
+
+def test_residuals_of_other_segments() -> None:
+    """Segments are packed by their residuals, so ranks must not have those of other segments."""
+
+    def run(rank: int, comm: Communicator) -> None:
+        x = np.random.default_rng(rank).standard_normal(300).astype(np.float32)
+        e = [np.zeros(100, np.float32) for _ in range(3)]
+        own = [e[0], e[1], None] if rank else [None, e[1], e[2]]
+        with pytest.raises(MismatchError, match="sizes or settings of segments"):
+            reduce_with(comm, x, own)
+        # All on one rank and none on the other are packed equally.
+        reduce_with(comm, x, [*e] if rank else [None] * 3)
+        assert any(each.any() for each in e) == bool(rank)
+
+    launch.threads(2, run)

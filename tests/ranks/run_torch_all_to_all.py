@@ -346,6 +346,20 @@ def bad_calls() -> None:
         raised = pytest.raises(PeerFailed, match=r"rank 1 takes no part.*input_split_sizes add up")
     with raised:
         all_to_all(x, None, [2] * (size - 1) + [3 if rank == 1 else 2])
+    wrong: list[tuple[torch.Tensor, type[Exception], str]] = [
+        (x[0, 0], ValueError, "x is a scalar"),
+        (x.long(), TypeError, "the tensor is Long"),
+    ]
+    for theirs, kind, text in wrong:
+        raised = pytest.raises(kind, match=text)
+        if rank != 1:
+            raised = pytest.raises(PeerFailed, match=f"rank 1 takes no part.*{text}")
+        with raised:
+            all_to_all(theirs if rank == 1 else x)
+    with pytest.raises(
+        MismatchError, match=r"elements of a block or row (3 against 6|6 against 3)"
+    ):
+        all_to_all(torch.ones(size, 6) if rank == 1 else x)
     sent = [2] * size if rank != 1 else [1, 3] + [2] * (size - 2)
     with pytest.raises(MismatchError, match="rank 1 sends 3 elements to rank 0, which expects 6"):
         all_to_all(x, None, sent)

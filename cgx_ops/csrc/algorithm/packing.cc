@@ -2,6 +2,9 @@
 
 #include <algorithm>
 #include <cstring>
+#include <span>
+
+#include "base/hash.h"
 
 namespace cgx {
 namespace {
@@ -68,18 +71,22 @@ void Packing::pack(Plan* plan) {
     std::vector<Segment> segments;
   };
   std::vector<Group> groups;
+  uint64_t hash = fnv1a({});
   for (const Segment& segment : plan->segments) {
     const bool small = is_small(segment);
     const auto fits = [&](const Group& group) {
       return small && group.is_small && same_settings(group.segments[0], segment);
     };
     const auto group = std::find_if(groups.begin(), groups.end(), fits);
+    const int64_t number = group - groups.begin();
+    hash = fnv1a(std::as_bytes(std::span(&number, 1)), hash);
     if (group == groups.end())
       groups.push_back({small, {segment}});
     else
       group->segments.push_back(segment);
   }
   if (groups.size() == plan->segments.size()) return;
+  plan->packing_hash = hash;
   auto packing = std::make_shared<Packing>();
   plan->segments.clear();
   for (Group& group : groups) {

@@ -341,7 +341,8 @@ typedef struct cgx_collective_t {
   void* const* outputs;      /**< The same for the results. NULL: use output. */
   const int64_t* seeds;      /**< One seed per segment, used as given; NULL: derived from seed. */
   /** Error feedback, for sums and averages of allreduce and reduce_scatter: one address per
-   * segment, each may be NULL; or NULL for none.
+   * segment, each may be NULL; or NULL for none. Of small segments without fixed length, those with
+   * residuals must be the same on all ranks, unless all or none have one.
    *
    * A residual has the dtype of the values and is updated in place. It is added to this rank's
    * values in fp32. Then it becomes the quantization error of this rank: that of encoding its
@@ -368,8 +369,9 @@ typedef struct cgx_collective_t {
    * in `input`, in rank order. NULL: all blocks have block_numel elements.
    *
    * input_splits[r] on rank s must equal output_splits[s] on rank r, otherwise all ranks get
-   * CGX_MISMATCH. Pass both lists or neither. With them, pass block_numel = 0 and one segment of 0
-   * elements: it fills every block. Its buckets begin again in each block. */
+   * CGX_MISMATCH. Pass both lists or neither. With them, pass one segment of 0 elements: it fills
+   * every block, and its buckets begin again in each block. block_numel is then the size of a row,
+   * which ranks compare and which divides all splits; 0: blocks have no rows. */
   const int64_t* input_splits;
   const int64_t* output_splits; /**< The same for the blocks from each rank, in `output`. */
   /** all_to_all with splits, on the CPU: the only other rank that takes part, so that this is a
