@@ -13,6 +13,8 @@ import numpy as np
 import optax
 import pytest
 import reference
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from jax import lax
 from jax.sharding import PartitionSpec as P
 from support import jax_optimizer_cases as cases
@@ -21,6 +23,7 @@ from support.jax_optimizer_cases import mesh_with, restored
 from support.rank_checks import Launch, RankCheck, rank_checks
 
 from cgx_ops import Config, Rules
+from cgx_ops._core import adam as core_adam
 from cgx_ops._core.adam import longest_update
 from cgx_ops.jax import (
     CompressedAdamWState,
@@ -30,7 +33,7 @@ from cgx_ops.jax import (
     signum,
     state_specs,
 )
-from cgx_ops.jax._src.transforms.compressed_adamw import level
+from cgx_ops.jax._src.transforms.compressed_adamw import has_settled, level
 
 use_cpu_devices(8)
 
@@ -287,6 +290,38 @@ def test_level_of_large_sums() -> None:
     want = sum(int(v.sum(dtype=np.int64)) for v in bits)
     assert want > 2**31
     assert int(high) * 2**12 + int(low) == want
+
+
+def pair(whole: int) -> tuple[jax.Array, jax.Array]:
+    high, low = divmod(whole, 2**12)
+    return jnp.int32(high), jnp.int32(low)
+
+
+@st.composite
+def levels(draw: st.DrawFn) -> tuple[int, int, int]:
+    """Draw the level now and before, and the number of values."""
+    numel = draw(st.one_of(st.integers(1, 2**31), st.integers(0, 31).map(lambda i: 2**i)))
+    any_level = st.integers(-2400 * numel, 2400 * numel)
+    threshold = draw(st.sampled_from([-16 * numel, 16 * numel]))
+    changes = st.one_of(st.integers(-1, 1).map(lambda i: threshold + i), st.integers(-9999, 9999))
+    before = draw(any_level)
+    now = draw(st.one_of(changes.map(lambda change: before + change), any_level))
+    return now, before, numel
+
+
+@given(levels())
+@example((2**35 - 1, 0, 2**31))
+@example((-(2**35) + 1, 0, 2**31))
+@example((2**35, 0, 2**31))
+@example((-(2**35), 0, 2**31))
+@example((2**42, 2**42 - 2**31, 2**27 + 1))
+@example((-(2**43), 2**43 - 1, 2**31))  # The difference exceeds int32.
+@example((2**43 - 1, -(2**43), 2**31))
+@settings(max_examples=300)
+def test_settled_as_in_torch(drawn: tuple[int, int, int]) -> None:
+    now, before, numel = drawn
+    got = has_settled(pair(now), pair(before), numel)
+    assert bool(got) == core_adam.has_settled(now, before, numel)
 
 
 def test_automatic_warm_up_refuses_split_parameters() -> None:

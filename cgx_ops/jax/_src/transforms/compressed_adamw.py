@@ -324,10 +324,7 @@ def _advanced(
                 "are split over a mesh axis: pass a number of steps"
             )
         numel = sum(v.size for v in jax.tree.leaves(nu))
-        # Limited, so that the difference fits int32.
-        change = jnp.clip(logs[0] - high, -(2**18), 2**18) * 2**12 + (logs[1] - low)
-        settled = jnp.abs(change) < min(STEPS_OF_OCTAVE * numel, 2**30)
-        ends = check & settled & (high >= 0)
+        ends = check & has_settled(logs, (high, low), numel) & (high >= 0)
         high, low = (jnp.where(check, x, y) for x, y in zip(logs, (high, low), strict=True))
     else:
         ends = step + 1 >= warmup_steps
@@ -341,7 +338,35 @@ def _advanced(
     return VarianceSchedule(*(x.astype(jnp.int32) for x in (due, interval, done, high, low)))
 
 
-def level(nu: Any, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
+Level = tuple[jax.Array, jax.Array]  # high * 2^12 + low, where 0 <= low < 2^12
+
+
+def has_settled(now: Level, before: Level, numel: int) -> jax.Array:
+    """Return whether nu changed by less than a factor of two since the last check.
+
+    The rule is that of cgx_ops._core. The result is exact for all levels whose `high` fits int32. A
+    value adds at most 255 * 16 to a level, so `high` is less than `numel` and fits for up to 2^31
+    values.
+
+    Args:
+        now: The level(), a pair of int32 scalars.
+        before: That of the last check.
+        numel: Number of values, at most 2^31.
+    """
+    high, low = now[0] - before[0], now[1] - before[1]
+    overflows = ((now[0] ^ before[0]) & (now[0] ^ high)) < 0
+    high, low = high + (low >> 12), low & 0xFFF  # borrows if low is negative
+
+    def is_less(x: tuple[Any, Any], y: tuple[Any, Any]) -> jax.Array:
+        return (x[0] < y[0]) | ((x[0] == y[0]) & (x[1] < y[1]))
+
+    most = STEPS_OF_OCTAVE * numel
+    change = high, low
+    inside = is_less(divmod(-most, 2**12), change) & is_less(change, divmod(most, 2**12))
+    return inside & ~overflows
+
+
+def level(nu: Any, weight: jax.Array) -> Level:
     """Return the sum of the logarithms of nu in 1/16 octaves, as high * 2^12 + low.
 
     The exponent and four leading bits of a float are its logarithm. A sum of integers is the same
