@@ -13,9 +13,10 @@ import numpy.typing as npt
 import pytest
 import reference
 from reference import entropy
+from support import launch
 from support.compressor_cases import DTYPES, KINDS, values
 
-from cgx_ops import Config, InvalidArgument, dequantize, quantize
+from cgx_ops import Communicator, Config, InvalidArgument, dequantize, quantize
 
 BLOCK = 65536
 SIZES = (0, 1, 17, 127, 128, 511, 512, 513, 4095, 4096, 4097, 65535, 65536, 65537)
@@ -117,6 +118,21 @@ def test_outliers_cost_bits_only(rate: float) -> None:
     error = np.square(decoded / 1e-30 - x / 1e-30, dtype=np.float64).sum()
     assert error < 1.02 * alone
     assert rate - 0.01 <= 8 * length / BLOCK <= 1.02 * rate
+
+
+def test_denormal_values() -> None:
+    """Check that values far below the smallest step become 0, and are kept by feedback."""
+    x = (np.random.default_rng(2).standard_normal(4096) * 1e-40).astype(np.float32)
+    assert x.all()
+    assert not round_trip(x, 8.0)[0].any()
+
+    def rank_of(_rank: int, comm: Communicator) -> tuple[Float32s, Float32s]:
+        residual = np.zeros_like(x)
+        return comm.allreduce(x, config=config(8.0), residual=residual), residual
+
+    for sums, residual in launch.threads(2, rank_of):
+        assert not sums.any()
+        assert residual.tobytes() == x.tobytes()
 
 
 @pytest.mark.parametrize("wrong", [np.nan, np.inf, -np.inf])
