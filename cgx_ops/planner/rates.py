@@ -64,7 +64,11 @@ def settings_of(bits: float) -> dict[str, Any]:
 
 
 def message_bytes(numel: int, config: Config) -> int:
-    """Return the bytes of a tensor in a message; for "entropy", those of its rate."""
+    """Return the bytes of a tensor in a message; for "entropy", those of its rate.
+
+    For "lossless" it is the upper bound, slightly more than the bytes of exact values. Messages of
+    gradients have about 0.83 (float32) or 0.66 (bfloat16) of those bytes.
+    """
     if config.compressor == "entropy" and config.bits != EXACT_BITS:
         return math.ceil(rate_of(config) * numel / 8)
     return encoded_bytes(numel, config)
