@@ -28,12 +28,14 @@ def options_of(*arguments: str) -> argparse.Namespace:
 def test_suite_has_valid_programs_and_arguments() -> None:
     runs = [one for part in suite.PARTS.values() for one in part]
     assert len({one.name for one in runs}) == len(runs)
+    assert {*suite.LONG_PARTS} <= {*suite.PARTS}
     for one in runs:
         if one.program[:3] == ("-m", "cgx_ops", "bench"):
             options = options_of(*one.program[3:])
             assert options.link_rate == (one.rate and parse_rate(one.rate)), one.name
         else:
             assert (ROOT / one.program[0]).exists(), one.name
+            assert "--link-rate" not in one.program or one.rate in one.program, one.name
         assert one.command()[-2:] == ["--json", str(one.report)]
 
 
