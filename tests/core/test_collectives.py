@@ -29,7 +29,7 @@ from cgx_ops.config import Rounding
 PROGRAM = Path(__file__).parents[1] / "ranks" / "run_collectives.py"
 TARGETS = library.describe()["cpu_targets"]
 SOME = "compressors, some"
-BLOCKS = "all_to_all"
+BLOCKS, LARGE_BLOCKS = "all_to_all", "all_to_all, large"
 
 
 Oracle = Callable[[str, int], list[list[str]]]
@@ -91,7 +91,7 @@ def under_mpirun(names: Sequence[str], n: int, transport: str, oracle: Oracle) -
     lines = [output.splitlines()[-len(names) :] for output in outputs]
     for place, cases in enumerate(names):
         ranks = [json.loads(of_rank[place]) for of_rank in lines]
-        assert [rank[0] for rank in ranks] == [transport.lower()] * n
+        assert [rank[0] for rank in ranks] == [transport.lower() if n > 1 else "self"] * n
         compare(cases, [rank[1:] for rank in ranks], oracle)
 
 
@@ -111,7 +111,7 @@ def mark(cases: str, target: str, n: int) -> list[pytest.MarkDecorator]:
     """Return the marks of a set: eight ranks take as long as all others."""
     if daily(cases, target, n):
         return []
-    slow = target == TARGETS[0] and n < 8 and cases in ("features", SOME, BLOCKS)
+    slow = target == TARGETS[0] and n < 8 and cases in ("features", SOME, BLOCKS, LARGE_BLOCKS)
     return [pytest.mark.slow if slow else pytest.mark.exhaustive]
 
 
@@ -125,12 +125,22 @@ ON_THREADS = [
 # Transports do not depend on the dtype. The sets of a day share a launch.
 DAILY = ("features", SOME, BLOCKS)
 UNDER_MPIRUN = [(DAILY, "MPI", 3), (DAILY, "SHM", 3), ((BLOCKS,), "TCP", 3)]
-UNDER_MPIRUN += [pytest.param(("sample", *DAILY), "SHM", 4, marks=pytest.mark.slow)]
+UNDER_MPIRUN += [pytest.param(("sample", *DAILY, LARGE_BLOCKS), "SHM", 4, marks=pytest.mark.slow)]
 UNDER_MPIRUN += [
     pytest.param((cases,), transport, n, marks=pytest.mark.exhaustive)
     for cases in ("matrix", "features", "compressors")
     for transport in ("SHM", "MPI", "TCP")
     for n in (2, 3, 4)
+]
+# One rank has no transport. The oracle of eight ranks takes minutes.
+UNDER_MPIRUN += [
+    pytest.param(
+        (BLOCKS, LARGE_BLOCKS),
+        transport,
+        n,
+        marks=[pytest.mark.exhaustive, pytest.mark.timeout(900)],
+    )
+    for transport, n in [("SHM", 1), *itertools.product(("SHM", "MPI", "TCP"), (2, 4, 8))]
 ]
 
 

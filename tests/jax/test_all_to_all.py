@@ -79,7 +79,7 @@ def test_sizes_dtypes_and_keys(size: int, check_vma: bool) -> None:
     x, key = normal(1, size, size, 513), jax.random.key(3)
     cases = [
         (numel, dtype, given)
-        for numel in (0, 1, 17, 513)
+        for numel in (0, 1, 17, 511, 512, 513)
         for dtype in (np.float32, np.float16, BF16)
         for given in (None, key)
     ]

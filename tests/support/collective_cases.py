@@ -9,6 +9,7 @@ of each result (tests/ranks/run_collectives.py); the test computes the oracle's 
               special values
         COMPRESSORS  every compressor with its settings: algorithms x ops x sizes, and the features
     ALL_TO_ALL  every compressor: sizes x equal, unequal and empty blocks, and the features
+    LARGE_ALL_TO_ALL  blocks of several messages, which every rank sends to every rank
     HIERARCHICAL  several hosts: bits x intra_bits x dtype x op x size, and the features
 """
 
@@ -353,6 +354,10 @@ SAMPLE = MATRIX[::7]  # 7 divides no argument's number of values: core/test_coll
 FEATURES = _features()
 COMPRESSORS = _compressors()
 ALL_TO_ALL = _all_to_all()
+LARGE_ALL_TO_ALL = [
+    Case(2**20 + 7, 4, verb="all_to_all"),
+    Case(2**20 + 7, 4, dtype="bfloat16", verb="all_to_all", splits="uneven"),
+]
 _NESTED = _hierarchical()
 # Several hosts: tests/core/test_hierarchical.py. 5 divides no argument's number of values.
 HIERARCHICAL = {"all": _NESTED, "sample": _NESTED[:-5:5] + _NESTED[-5:]}
@@ -363,6 +368,7 @@ SETS = {
     "compressors": COMPRESSORS,
     "compressors, some": COMPRESSORS[::17],
     "all_to_all": ALL_TO_ALL,
+    "all_to_all, large": LARGE_ALL_TO_ALL,
 }
 
 
