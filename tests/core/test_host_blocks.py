@@ -1,4 +1,4 @@
-"""Hierarchical reduce_scatter and all_gather, on simulated hosts (CGX_HOST_ID).
+"""Hierarchical reduce_scatter and all_gather, and all_to_all, on simulated hosts (CGX_HOST_ID).
 
 Results and residuals, bit for bit as the oracle; bytes and algorithm, as cgx_plan.
 """
@@ -50,6 +50,8 @@ def test_against_the_oracle(hosts: str, asked: str, cases: str) -> None:
         assert rank["transport"] == transport_of(hosts, asked)
     check(cases, [rank["results"] for rank in ranks], of_ranks)
     check("sample", [rank["tcp"] for rank in ranks], of_ranks)
+    for found in ("all_to_all", "tcp all_to_all"):
+        check("all_to_all", [rank[found] for rank in ranks], of_ranks)
 
 
 def check(cases: str, ranks: list[list[str]], hosts: tuple[int, ...]) -> None:

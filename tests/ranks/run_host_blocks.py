@@ -1,8 +1,9 @@
-"""Run reduce_scatter and all_gather on several hosts. Each rank prints one JSON object.
+"""Run collectives of blocks on several hosts. Each rank prints one JSON object.
 
-    transport   the communicator's transport
-    results     digests of cases of host_block_cases.CASES
-    tcp         the same for the sample, over TCP
+    transport           the communicator's transport
+    results             digests of cases of host_block_cases.CASES
+    all_to_all          the same for all_to_all
+    tcp, tcp all_to_all the same for the sample, and for all_to_all, over TCP
 
 Argument: "all" cases, or a "sample".
 """
@@ -89,7 +90,9 @@ def main() -> None:
     found = {
         "transport": world.transport,
         "results": results(world, host_block_cases.CASES[sys.argv[1]]),
+        "all_to_all": results(world, host_block_cases.CASES["all_to_all"]),
         "tcp": results(tcp, host_block_cases.CASES["sample"]),
+        "tcp all_to_all": results(tcp, host_block_cases.CASES["all_to_all"]),
     }
     check_plans(world)
     check_disagreement(world)

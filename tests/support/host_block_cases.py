@@ -1,7 +1,8 @@
-"""Cases of reduce_scatter and all_gather on several hosts (collective_cases.py).
+"""Cases of reduce_scatter, all_gather and all_to_all on several hosts (collective_cases.py).
 
 CASES   "all": sizes x bits x intra_bits x dtypes x ops, every compressor, the features;
-"sample": a fifth of them, without large ones
+"sample": a fifth of them, without large ones; "all_to_all": every 11th of ALL_TO_ALL, and two
+large cases
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from support.collective_cases import (
+    ALL_TO_ALL,
     DTYPES,
     DTYPES_IN_TURN,
     ROUNDINGS,
@@ -79,4 +81,10 @@ def _cases() -> list[Case]:
 
 
 _ALL = _cases()
-CASES = {"all": _ALL, "sample": _ALL[:-6:5]}  # 5 divides no argument's number of values
+# 5 and 11 divide no argument's number of values. The last six of _ALL, and five of ALL_TO_ALL,
+# are large.
+CASES = {
+    "all": _ALL,
+    "sample": _ALL[:-6:5],
+    "all_to_all": [*ALL_TO_ALL[:-5:11], ALL_TO_ALL[-5], ALL_TO_ALL[-1]],
+}
