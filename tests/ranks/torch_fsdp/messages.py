@@ -192,8 +192,15 @@ def equal_in(group: dist.ProcessGroup, x: torch.Tensor) -> bool:
 
 def smaller_mesh_after_forward() -> None:
     """Check that backward gathers forward's weights exactly with reshard_after_forward=2 of 4."""
+    for setting in (replace(FEW, rounding="shift"), fsdp.Differences()):
+        train_on_smaller_mesh(setting)
+
+
+def train_on_smaller_mesh(setting: Any) -> None:
+    """Compare the weights of forward and backward passes, between each other and all ranks."""
     model = sharded(Model(), reshard_after_forward=2)
-    fsdp.compress(model, FEW, replace(FEW, rounding="shift"))
+    fsdp.compress(model, FEW, setting)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     seen: dict[nn.Module, list[torch.Tensor]] = {}
 
     def look(module: Any, *_: Any) -> None:
@@ -202,14 +209,19 @@ def smaller_mesh_after_forward() -> None:
     for block in model.blocks:
         block.linear.register_forward_hook(look)
         block.linear.register_full_backward_pre_hook(look)
-    x, y = batch(0)
-    with recorded() as messages:
-        nn.functional.cross_entropy(model(x), y).backward()
-    assert sum(m.verb == "all_gather" for m in messages) == 4
-    assert all(equals_the_oracle(m) for m in messages)
-    assert len(seen) == 3
-    for forward, backward in seen.values():
-        assert tc.same_bits(forward, backward)
+    for step in range(3):
+        seen.clear()
+        x, y = batch(step)
+        with recorded() as messages:
+            nn.functional.cross_entropy(model(x), y).backward()
+        assert sum(m.verb == "all_gather" for m in messages) == 4
+        assert all(equals_the_oracle(m) for m in messages)
+        assert len(seen) == 3
+        for index, (forward, backward) in enumerate(seen.values()):
+            assert tc.same_bits(forward, backward), (setting, step)
+            assert same_on_all_ranks({f"{index}": forward}), (setting, step)
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 CHECKS = [messages_equal_the_oracle, weights_in_forward, other_layouts]
