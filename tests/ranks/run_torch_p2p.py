@@ -233,59 +233,78 @@ def any_source(group: Any) -> None:
 # ---- pipelines -----------------------------------------------------------------------------------
 
 
+def layer(width: int) -> torch.nn.Module:
+    return torch.nn.Sequential(torch.nn.Linear(width, width), torch.nn.Tanh())
+
+
+def note(module: torch.nn.Module, entered: list[Any], left: list[Any]) -> None:
+    """Note a layer's inputs and outputs in the lists."""
+
+    def hook(_: object, xs: Any, y: torch.Tensor) -> None:
+        entered.append(xs[0].detach().clone())
+        left.append(y.detach().clone())
+
+    module.register_forward_hook(hook)
+
+
 def pipelines(group: Any) -> None:
-    """Train with both schedules, exact and in 8 bits, and compare every message's bits."""
+    """Train with each schedule, exact and in 8 bits, and compare every message's bits.
+
+    Every rank has one layer, or with interleaved stages two: those of its rank and rank + size.
+    """
     from torch.distributed import pipelining
 
     rank, size, width, micro = group.rank(), group.size(), 40, 4
-    for schedule_type in (pipelining.ScheduleGPipe, pipelining.Schedule1F1B):
-        losses = {}
+    for schedule_type, of_each in (
+        (pipelining.ScheduleGPipe, 1),
+        (pipelining.Schedule1F1B, 1),
+        (pipelining.ScheduleInterleaved1F1B, 2),
+    ):
+        losses, total = {}, of_each * size
         for bits in (32, 8):
             config = Config(bits, 64, "nearest")
             torch.manual_seed(0)
-            layers = [
-                torch.nn.Sequential(torch.nn.Linear(width, width), torch.nn.Tanh())
-                for _ in range(size)
+            layers = [layer(width) for _ in range(total)]
+            own = {index: layers[index] for index in range(rank, total, size)}
+            # By layer: the inputs and outputs of a step's microbatches.
+            seen: dict[int, tuple[list[Any], list[Any]]] = {index: ([], []) for index in own}
+            for index, module in own.items():
+                note(module, *seen[index])
+            stages = [
+                pipelining.PipelineStage(module, index, total, torch.device("cpu"), group=group)
+                for index, module in own.items()
             ]
-            module = layers[rank]
-            entered: list[torch.Tensor] = []
-            left: list[torch.Tensor] = []
-
-            def note(
-                _: object,
-                xs: Any,
-                y: torch.Tensor,
-                entered: list[torch.Tensor] = entered,
-                left: list[torch.Tensor] = left,
-            ) -> None:
-                entered.append(xs[0].detach().clone())
-                left.append(y.detach().clone())
-
-            module.register_forward_hook(note)
-            stage = pipelining.PipelineStage(module, rank, size, torch.device("cpu"), group=group)
-            schedule: Any = schedule_type(stage, micro, loss_fn=torch.nn.functional.mse_loss)
-            optimizer = torch.optim.SGD(module.parameters(), 2.0)
+            schedule: Any = schedule_type(
+                stages[0] if of_each == 1 else stages,  # pyright: ignore[reportArgumentType]
+                micro,
+                loss_fn=torch.nn.functional.mse_loss,
+            )
+            parameters = [p for module in own.values() for p in module.parameters()]
+            optimizer = torch.optim.SGD(parameters, 2.0)
             xs, targets = tc.values(50, 16 * width).reshape(16, -1), torch.zeros(16, width)
             curve = []
             for _ in range(10):
-                entered.clear()
-                left.clear()
+                for lists in seen.values():
+                    for each in lists:
+                        each.clear()
                 found: list[torch.Tensor] = []
+                inputs = [xs] if rank == 0 else []
                 with compressed(config):
-                    if rank == 0:
-                        schedule.step(xs)
-                    elif rank == size - 1:
-                        schedule.step(target=targets, losses=found)
+                    if rank == size - 1:
+                        schedule.step(*inputs, target=targets, losses=found)
                     else:
-                        schedule.step()
+                        schedule.step(*inputs)
                 optimizer.step()
                 optimizer.zero_grad()
                 curve += [torch.stack(found).mean().item()] if found else []
-                every: list[Any] = [None] * size
-                dist.all_gather_object(every, (entered[-micro:], left[-micro:]), group=group)
-                for source in range(size - 1):
+                gathered: list[Any] = [None] * size
+                last = {at: tuple(each[-micro:] for each in lists) for at, lists in seen.items()}
+                dist.all_gather_object(gathered, last, group=group)
+                every = {at: lists for of_rank in gathered for at, lists in of_rank.items()}
+                for source in range(total - 1):
+                    ends = source % size, (source + 1) % size
                     for x, y in zip(every[source][1], every[source + 1][0], strict=True):
-                        want = received(x.contiguous(), (source, source + 1), config, size)
+                        want = received(x.contiguous(), ends, config, size)
                         assert tc.same_bits(y, want), (schedule_type, bits, source)
             losses[bits] = curve
         if rank == size - 1:

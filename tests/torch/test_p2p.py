@@ -11,12 +11,16 @@ NAMES = [f"{check} on {size}" for size in range(2, 5) for check in listed(PROGRA
 ON_THREE = [name for name in NAMES if not name.endswith("4")]
 BY_TORCHRUN = {"by": launch.torchrun, "env": tc.ENVIRONMENT}
 OVER_TCP = {"by": launch.torchrun, "env": {**tc.ENVIRONMENT, "COMMUNICATOR_TYPE": "TCP"}}
+ON_HOSTS = {"by": launch.torchrun, "env": {**tc.ENVIRONMENT, "CGX_TEST_HOSTS": "a,b,a"}}
+OVER_MPI = {"by": launch.mpirun, "env": {**tc.ENVIRONMENT, "COMMUNICATOR_TYPE": "MPI"}}
 
 
 @rank_checks(
     Launch(3, PROGRAM, names=ON_THREE, timeout=240, **BY_TORCHRUN),
     Launch(4, PROGRAM, names=NAMES, timeout=240, marks=[pytest.mark.slow], **BY_TORCHRUN),
     Launch(4, PROGRAM, names=NAMES, timeout=240, marks=[pytest.mark.exhaustive], **OVER_TCP),
+    Launch(3, PROGRAM, names=ON_THREE, timeout=240, marks=[pytest.mark.slow], **ON_HOSTS),
+    Launch(3, PROGRAM, names=ON_THREE, timeout=240, marks=[pytest.mark.exhaustive], **OVER_MPI),
     Launch(2, ERRORS, marks=[pytest.mark.slow], **BY_TORCHRUN),
     Launch(2, ERRORS, marks=[pytest.mark.slow], **OVER_TCP),
     Launch(3, LEAVING, marks=[pytest.mark.slow], **BY_TORCHRUN),
