@@ -1,9 +1,10 @@
 """Losses of FSDP2 models in few bits, beside exact training, from the same seeds.
 
-    mpirun -np 4 python sharded_training.py [--json FILE]
+    mpirun -np 4 python sharded_training.py [--hosts 1] [--json FILE]
 
 A transformer of about 1.5 million parameters predicts the next character of Python's standard
-library, with AdamW. The ranks count as two hosts.
+library, with AdamW. The ranks count as two hosts, or as --hosts. HSDP has one replica on each host,
+but at least two.
 """
 
 import argparse
@@ -23,7 +24,7 @@ from cgx_ops._core.table import Table
 from cgx_ops.bench.report import Report
 
 CONTEXT, WIDTH, LAYERS, BATCH = 48, 160, 5, 4
-STEPS, RATE, HOSTS = 500, 0.003, 2
+STEPS, RATE = 500, 0.003
 
 
 @dataclass(frozen=True)
@@ -36,9 +37,9 @@ class Found:
     seconds: float
 
 
-def train(task: small_tasks.Task, setting: Setting, seed: int, steps: int) -> Found:
+def train(task: small_tasks.Task, setting: Setting, replicas: int, seed: int, steps: int) -> Found:
     """Train one model; the ranks have different batches."""
-    model = sharded(task.model, setting, HOSTS, seed)
+    model = sharded(task.model, setting, replicas, seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, RATE, steps, pct_start=0.1)
     generator = torch.Generator().manual_seed(1000 * seed + dist.get_rank())
@@ -73,28 +74,36 @@ def table_of(found: list[Found]) -> Table:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Compare losses of FSDP2 models in few bits.")
     parser.add_argument("--steps", type=int, default=STEPS)
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--hosts", type=int, default=2, help="of the ranks (default 2)")
+    names = [setting.name for setting in SETTINGS]
+    parser.add_argument(
+        "--settings", nargs="+", choices=names, default=names, help="exact is always included"
+    )
     parser.add_argument("--json", metavar="FILE")
     options = parser.parse_args()
+    exact, *others = SETTINGS
+    settings = [exact, *(setting for setting in others if setting.name in options.settings)]
+    replicas = max(options.hosts, 2)
     torch.set_num_threads(1)
     ranks = MPI.COMM_WORLD
-    os.environ["CGX_HOST_ID"] = str(ranks.rank * HOSTS // ranks.size)
+    os.environ["CGX_HOST_ID"] = str(ranks.rank * options.hosts // ranks.size)
     dist.init_process_group("cgx")
     task = small_tasks.code(CONTEXT, WIDTH, LAYERS, BATCH)
     found = []
-    for seed in range(options.seeds):
-        for setting in SETTINGS:
-            found.append(train(task, setting, seed, options.steps))
+    for seed in options.seeds:
+        for setting in settings:
+            found.append(train(task, setting, replicas, seed, options.steps))
             if dist.get_rank() == 0:
                 print(found[-1], flush=True)
     if dist.get_rank() == 0:
         table = table_of(found)
         table.print()
         if options.json:
-            settings = {"ranks": dist.get_world_size(), "steps": options.steps, "rate": RATE}
-            Report("sharded_training", settings, [asdict(each) for each in found], [table]).write(
-                options.json
-            )
+            used = {"ranks": ranks.size, "hosts": options.hosts, "steps": options.steps}
+            used["rate"] = RATE
+            results = [asdict(each) for each in found]
+            Report("sharded_training", used, results, [table]).write(options.json)
     dist.destroy_process_group()
 
 
