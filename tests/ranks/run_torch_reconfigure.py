@@ -261,13 +261,18 @@ def refuses_bad_input() -> None:
 
 
 def refuses_another_config() -> None:
-    """A newcomer with other options; each process has a second group for it."""
-    bits = 8 if RANK == 3 else 4
-    options = BackendOptions(Config(bits=bits), compress="all")
-    dist.destroy_process_group()
-    start(options)
-    with fails("rank 0 has bits 4, rank 3 has 8", "BackendOptions"):
-        join(range(SIZE))
+    """A newcomer with other options; each process has another group for each."""
+    for field, one, other in (("bits", 4, 8), ("seed", 3, 5)):
+        value = other if RANK == 3 else one
+        options = (
+            BackendOptions(Config(bits=value), "all")
+            if field == "bits"
+            else BackendOptions(Config(bits=4), "all", seed=value)
+        )
+        dist.destroy_process_group()
+        start(options)
+        with fails(f"rank 0 has {field} {one}, rank 3 has {other}", "BackendOptions"):
+            join(range(SIZE))
     dist.destroy_process_group()
     start()
     join(range(SIZE))

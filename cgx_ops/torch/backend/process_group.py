@@ -77,7 +77,7 @@ class BackendOptions:
             exact unless `CGX_*` variables set bits or a compressor.
         compress: "gradients" (default) compresses only allreduces that synchronize gradients; "all"
             compresses every sum and average of floats, as CGX does.
-        seed: seed of random rounding, 0 or more.
+        seed: seed of random rounding, 0 or more; the same on all ranks.
         transport: "SHM", "MPI", "TCP", "NCCL" (messages between GPUs) or "AUTO", the best one that
             connects the ranks. None: the variable COMMUNICATOR_TYPE, else "AUTO". Groups that are
             split off ignore it.
@@ -354,7 +354,7 @@ def _chosen(chosen: BackendOptions, options: _torch_ops.Options) -> make.Chosen:
     return make.Chosen(
         compared={"cgx_ops": library.version()}
         | asdict(chosen.config)
-        | {"compress": chosen.compress, "auto_bits": chosen.auto_bits},
+        | {"compress": chosen.compress, "auto_bits": chosen.auto_bits, "seed": chosen.seed},
         transport=chosen.transport,
         measure=functools.partial(_measure, chosen, options) if chosen.auto_bits else None,
     )

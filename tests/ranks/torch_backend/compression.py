@@ -124,6 +124,8 @@ def mismatched_compressors(r: int, n: int) -> None:
             dist.new_group(pg_options=options)
     with pytest.raises(dist.DistBackendError, match="rank 0 has compress gradients, rank 1 "):
         dist.new_group(pg_options=BackendOptions(compress="all" if r else "gradients"))
+    with pytest.raises(dist.DistBackendError, match="rank 0 has seed 5, rank 1 has 6"):
+        dist.new_group(pg_options=BackendOptions(seed=6 if r else 5))
     for compressor, name, texts in (
         ("onebit", "COMPRESSOR", ("levels", "onebit")),
         ("topk", "COMPRESSION_DENSITY", ("0.2", "0.1")),
