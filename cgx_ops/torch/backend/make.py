@@ -158,9 +158,13 @@ class _Reconfigurations:
             meeting.store, rank, size, self._options, self._chosen, timeout,
             noise_rank=rank, elastic=True,
         )  # fmt: skip
-        meeting.end()
-        self._handle = self._handle.next()
-        return rank, size, comm.id, inner
+        try:
+            meeting.end()
+            self._handle = self._handle.next()
+            return rank, size, comm.id, inner
+        except BaseException:
+            comm.close()  # its name would be taken
+            raise
 
 
 def _connect(
