@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from cgx_ops import Communicator, _torch_ops
 from cgx_ops._core.consistency import Gather, require_same
+from cgx_ops.communicator import forget_calls
 from cgx_ops.torch._compat import parallel
 from cgx_ops.torch.backend import groups
 from cgx_ops.torch.backend.members import Handle, Meeting
@@ -108,6 +109,7 @@ class _Reconfigurations:
         self._options, self._chosen = options, chosen
         self._handle = Handle.of_this_process(dist.get_rank() if dist.is_initialized() else rank)
         self._lock = threading.Lock()
+        self._communicator: int | None = None  # the id of the last one
 
     def handle(self) -> str:
         return str(self._handle)
@@ -153,6 +155,9 @@ class _Reconfigurations:
         rank, size = meeting.rank, meeting.size
         disconnect(f"it is reconfigured (uuid {uuid}) to {size} ranks")
         groups.forget(name, f"/{uuid}")
+        if self._communicator is not None:
+            forget_calls(self._communicator)
+            self._communicator = None
         meeting.wait(timeout)
         comm, inner = _connect(
             meeting.store, rank, size, self._options, self._chosen, timeout,
@@ -160,7 +165,7 @@ class _Reconfigurations:
         )  # fmt: skip
         try:
             meeting.end()
-            self._handle = self._handle.next()
+            self._handle, self._communicator = self._handle.next(), comm.id
             return rank, size, comm.id, inner
         except BaseException:
             comm.close()  # its name would be taken
