@@ -107,6 +107,30 @@ def test_two_coordinators() -> None:
         assert "one coordinator must choose" in str(outcome), (first, second, third)
 
 
+def test_two_coordinators_with_different_uuids() -> None:
+    store, members = dist.HashStore(), handles(3)
+    soon = datetime.timedelta(seconds=0.3)
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(
+            lambda each: str(meet(store, members[each], texts(members), each + 1, soon)), (0, 1)
+        )
+    for outcome, other, uuid in ((first, members[1], 2), (second, members[0], 1)):
+        assert f"{other} is in the reconfiguration with uuid {uuid}: one coordinator" in outcome
+        assert f"{members[2]} is in" not in outcome
+        assert "without processes that are lost" in outcome
+
+
+def test_a_failed_reconfiguration_of_both_is_no_cause() -> None:
+    store, members = dist.HashStore(), handles(3)
+    soon = datetime.timedelta(seconds=0.2)
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda each: meet(store, each, texts(members), 1, soon), members[:2]))
+    outcome = str(meet(store, members[0], texts(members[:2]), 2, soon))
+    assert outcome.endswith(
+        f"for {members[1]} to call it; reconfigure without processes that are lost"
+    )
+
+
 def test_a_stale_handle_of_another_rank() -> None:
     store, members = dist.HashStore(), handles(3)
     begin = time.monotonic()

@@ -95,6 +95,7 @@ class Meeting:
     ) -> None:
         self._what = f"cgx, group '{group}', reconfigure with uuid {uuid}"
         self._own = own
+        self._uuid, self._group_store = str(uuid), store
         self._members: list[Handle] = []
         self.store = parallel.PrefixStore(str(uuid), store)
         try:
@@ -103,6 +104,7 @@ class Meeting:
             self.size = len(members)
             self.rank = self._place()
             self._claim(uuid)
+            store.set(f"at/{own}", self._uuid)
         except (ValueError, dist.DistBackendError) as error:
             self._refuse(str(error))
             raise
@@ -158,11 +160,37 @@ class Meeting:
                 missing = ", ".join(str(each) for each in awaited)
                 raise dist.DistBackendError(
                     f"{self._what}: {self._own} waited {timeout.total_seconds():g} s for {missing} "
-                    "to call it; reconfigure without processes that are lost"
+                    f"to call it; {self._cause(awaited)}"
                 )
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
 
+    def _cause(self, awaited: Sequence[Handle]) -> str:
+        """Return why these members have not come, and the remedy."""
+        elsewhere = {each: uuid for each in awaited if (uuid := self._other_uuid(each))}
+        causes = [
+            f"{each} is in the reconfiguration with uuid {elsewhere[each]}" for each in elsewhere
+        ]
+        if causes:
+            causes = [f"{', '.join(causes)}: one coordinator must choose the uuid of all members"]
+        if len(elsewhere) < len(awaited):
+            causes.append("reconfigure without processes that are lost")
+        return "; ".join(causes)
+
+    def _other_uuid(self, member: Handle) -> str:
+        """Return the uuid that a member has called with, if this process has not; else ""."""
+        key = f"at/{member}"
+        if not self._group_store.check([key]):
+            return ""
+        # Does not wait, as get() would if the member deletes the key now.
+        uuid = self._group_store.compare_set(key, "", "").decode()
+        if not uuid:
+            return ""
+        there = parallel.PrefixStore(uuid, self._group_store)
+        was_there = uuid == self._uuid or there.check([f"came/{self._own}"])
+        return "" if was_there else uuid  # a failed reconfiguration of both is no cause
+
     def end(self) -> None:
         """Delete this member's keys. All members have seen them."""
         self.store.delete_key(f"came/{self._own}")
+        self._group_store.delete_key(f"at/{self._own}")
