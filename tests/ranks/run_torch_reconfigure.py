@@ -9,7 +9,6 @@ reconfigure that often, and print what grew.
 
 import contextlib
 import datetime
-import gc
 import hashlib
 import os
 import signal
@@ -22,7 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as distributed
-from chaos.resources import Resources
+from chaos.resources import grown, used
 from torch.nn.parallel import DistributedDataParallel
 
 import cgx_ops
@@ -347,7 +346,7 @@ def survives_kills() -> None:
     for victim, delay in ((3, 0.005), (2, 0.02)):
         uuid = next(UUIDS) * 10
         handles = collect(uuid, range(victim + 1))
-        if RANK == victim:
+        if victim == RANK:
             threading.Timer(delay, os.kill, (os.getpid(), signal.SIGKILL)).start()
         # gloo tries to connect four times.
         with fails(within=10 * BRIEF.total_seconds() + SOON):
@@ -388,7 +387,8 @@ def start(options: BackendOptions | None = None) -> None:
 
 def soak(reconfigurations: int) -> None:
     """Reconfigure often, to all ranks and to all but the last one in turn, with a DDP hook."""
-    before, resident = None, []
+    before: dict[str, int] = {}
+    after: dict[str, int] = {}
     layer = torch.nn.Linear(64, 64)
     state = ddp.QuantizedAllreduceState(config=Config(bits=2, compressor="levels"))
     for turn in range(reconfigurations):
@@ -400,17 +400,15 @@ def soak(reconfigurations: int) -> None:
             model(torch.ones(1, 64)).sum().backward()
             del model
         if turn >= reconfigurations // 4 and turn % 2 == 0 and turn % 50 == 0:
-            gc.collect()
-            time.sleep(0.1)
-            before = before or Resources()
-            with open("/proc/self/statm") as statm:
-                resident.append(int(statm.read().split()[1]) * 4)
+            time.sleep(0.1)  # the old gloo ends on another thread
+            after = used()
+            before = before or after
     meet("soaked", range(SIZE))
-    assert before is not None
-    growth = Resources().more_than(before)
+    changes = ", ".join(f"{name} {before[name]} to {after[name]}" for name in after)
     print(
-        f"rank {RANK}: {reconfigurations} reconfigurations; growth: {growth or 'none'}; "
-        f"resident KiB: {resident[0]} to {resident[-1]}; {store.num_keys()} keys in the store",
+        f"rank {RANK}: {reconfigurations} reconfigurations; "
+        f"growth: {grown(before, after) or 'none'}; {changes}; "
+        f"{store.num_keys()} keys in the store",
         flush=True,
     )
 

@@ -5,18 +5,17 @@
 The processes call configure() as the Manager does for each quorum.
 """
 
-import gc
 import os
 import resource
 import sys
 import time
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import checks
 import torch
 import torch.distributed as dist
+from chaos.resources import grown, used
 from torch.distributed import ReduceOp
 
 import cgx_ops
@@ -52,20 +51,6 @@ def summed(group: ProcessGroup, calls: int = 3) -> torch.Tensor:
         group.allreduce([x], ReduceOp.SUM).wait()
         sums.append(x)
     return torch.stack(sums)
-
-
-def used() -> dict[str, int]:
-    """Return what this process uses of the system."""
-    gc.collect()
-    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    maps = Path("/proc/self/maps").read_text().splitlines()
-    return {
-        "descriptors": len(os.listdir("/proc/self/fd")),
-        "threads": int(status["Threads"]),
-        "mappings": len(maps),
-        "shared mappings": sum("memfd" in line or "/dev/shm" in line for line in maps),
-        "kilobytes": int(status["VmRSS"].split()[0]),
-    }
 
 
 def new_quorum_equals_fresh_group() -> None:
@@ -173,10 +158,7 @@ def nothing_leaks() -> None:
             before = used()
     after = used()
     print({name: (before[name], after[name]) for name in after}, flush=True)
-    for name in ("descriptors", "threads", "shared mappings"):
-        assert after[name] <= before[name] + 2, (name, before, after)
-    assert after["mappings"] <= before["mappings"] + 20, (before, after)
-    assert after["kilobytes"] <= before["kilobytes"] + 8_000, (before, after)
+    assert not grown(before, after), grown(before, after)
     assert len(cgx_ops.stats()) <= 2, cgx_ops.stats()
     group.abort()
 
