@@ -20,6 +20,7 @@ from soak.loads import BATCHES, LOADS, WINDOWS, count
 TRANSPORTS: dict[str, tuple[int, str, dict[str, str]]] = {
     "thread": (1, "", {}),
     "shm": (2, "", {"COMMUNICATOR_TYPE": "SHM"}),
+    "tcp": (2, "", {"COMMUNICATOR_TYPE": "TCP"}),
     "mpi": (2, "", {"COMMUNICATOR_TYPE": "MPI"}),
     "hybrid": (3, "a,a,b", {}),
 }
