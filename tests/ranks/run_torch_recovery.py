@@ -116,7 +116,7 @@ def main() -> None:
         if step == DIES.get(RANK):
             os.kill(os.getpid(), signal.SIGKILL)
 
-    next(iter(module[2].parameters())).register_hook(die_in_backward)  # the later layer is first
+    module.get_parameter("2.weight").register_hook(die_in_backward)  # the later layer is first
     changes = dict(MEMBERS)
     while step < STEPS:
         try:
@@ -129,7 +129,8 @@ def main() -> None:
             print(f"process {RANK}, step {step}, members {changes[uuid]}: {error}", flush=True)
             assert 0 <= step - uuid <= 1, (step, uuid)
             connect(uuid, changes.pop(uuid))
-            module, state = model.module, cgx_ops.torch.hook_state(model)
+            module, kept = model.module, cgx_ops.torch.hook_state(model)
+            assert kept is state
             model = wrapped(module, state)
             step = synchronized(state, optimizer, step)
             continue
