@@ -165,13 +165,14 @@ struct Memory {
   std::vector<Bytes> blobs{kSize};
 };
 
-// Returns a valid message of a chunk, of values that differ.
-Bytes message_of(const Shard& shard, const Chunk& chunk) {
-  Bytes message(static_cast<size_t>(chunk.length[Stage::kScatter].most));
+// Returns a valid message of a chunk at a stage, of values that differ.
+Bytes message_of(const Shard& shard, const Chunk& chunk, Stage stage) {
+  Bytes message(static_cast<size_t>(chunk.length[stage].most));
+  if (message.empty()) return message;  // the algorithm has no such stage
   for (const Piece& piece : shard.pieces_of(chunk)) {
     std::vector<float> values(static_cast<size_t>(piece.numel));
     for (size_t i = 0; i < values.size(); ++i) values[i] = static_cast<float>(i * i % 37) - 18;
-    const Piece::Coded& coded = piece.coded[Stage::kScatter];
+    const Piece::Coded& coded = piece.coded[stage];
     const int64_t bytes = coded.codec->encode(Dtype::kFloat32, values.data(), piece.numel,
                                               piece.first_index, {}, message.data() + coded.at);
     if (!chunk.fixed_length) message.resize(static_cast<size_t>(bytes));
@@ -227,7 +228,8 @@ std::unique_ptr<Algorithm> make(int which, Memory& memory, Agreement* agreement,
   const Layout layout(plan);
   for (int owner = 0; owner < kSize; ++owner)
     for (const Chunk& chunk : layout.shard(owner).chunks)
-      examples->push_back(message_of(layout.shard(owner), chunk));
+      for (const Stage stage : {Stage::kScatter, Stage::kGather, Stage::kIntra})
+        examples->push_back(message_of(layout.shard(owner), chunk, stage));
   return make_algorithm(std::move(plan));
 }
 

@@ -75,14 +75,16 @@ def zeros_for(gradients: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: torch.zeros(x.numel()) for name, x in gradients.items() if x.dim() > 1}
 
 
+def carriers_and_buckets() -> list[dict[str, Any]]:
+    """Return arguments of hooked(): one bucket, several, and several over torch's collectives."""
+    carried = {"carrier": "c10d", "process_group": dist.new_group(backend="gloo")}
+    several: dict[str, Any] = {"bucket_cap_mb": 0.001}
+    return [{}, several, {**several, **carried}]
+
+
 def feedback_by_layer() -> None:
     """Compare before and after DDP rebuilds its buckets, for both carriers."""
-    carried = {"carrier": "c10d", "process_group": dist.new_group(backend="gloo")}
-    modes: list[dict[str, Any]] = [
-        {},
-        {"bucket_cap_mb": 0.001},
-        {"bucket_cap_mb": 0.001, **carried},
-    ]
+    modes = carriers_and_buckets()
     for config in (LEVELS, TOPK, UNIFORM):
         for mode in modes:
             buckets: list[tuple[int, list[int]]] = []
@@ -111,13 +113,7 @@ def feedback_by_layer() -> None:
 
 def entropy_by_bucket() -> None:
     """Compare with the oracle, which packs the small layers of a bucket as the core does."""
-    gloo = dist.new_group(backend="gloo")
-    modes: tuple[dict[str, Any], ...] = (
-        {},
-        {"bucket_cap_mb": 0.001},
-        {"bucket_cap_mb": 0.001, "carrier": "c10d", "process_group": gloo},
-    )
-    for mode in modes:
+    for mode in carriers_and_buckets():
         buckets: list[list[str]] = []
 
         def hook(
