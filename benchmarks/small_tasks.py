@@ -8,10 +8,11 @@ code        a transformer of 0.65 million parameters, on Python's standard libra
 """
 
 import itertools
+import math
 import pydoc_data.topics
 import sysconfig
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -37,6 +38,9 @@ class Task:
         batch: examples for each rank and step.
         steps: steps of the training.
         rate: the initial learning rate of SGD.
+        decay: AdamW's weight decay.
+        floor: AdamW's last rate, as a part of its highest.
+        norm: the largest norm of a gradient under AdamW; longer ones are scaled to it.
     """
 
     name: str
@@ -46,6 +50,9 @@ class Task:
     batch: int
     steps: int
     rate: float
+    decay: float = 0.01
+    floor: float = 0
+    norm: float = math.inf
 
 
 def perceptron(*widths: int) -> nn.Sequential:
@@ -159,6 +166,7 @@ def gpt() -> Task:
 def code(context: int = 96, width: int = 128, layers: int = 3, batch: int = 12) -> Task:
     modules = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))[:120]
     text = "".join(module.read_text(errors="ignore") for module in modules)[:3_000_000]
-    return _language(
+    task = _language(
         "code", text, context=context, width=width, layers=layers, batch=batch, steps=800
     )
+    return replace(task, decay=0.1, floor=0.1, norm=1.0)  # as transformers are usually trained

@@ -1,4 +1,8 @@
-"""Descriptors and threads of a process, which a round must not leave behind."""
+"""What a process uses of the system, which must not grow.
+
+- `Resources`: after a single round, to the descriptor, with the names of new ones.
+- `used` and `grown`: after many rounds, by more than ALLOWED.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +47,7 @@ def grown(before: dict[str, int], after: dict[str, int]) -> str:
 
 
 class Resources:
-    """Descriptors and threads of this process."""
+    """Descriptors and threads of this process, for a comparison after one round."""
 
     def __init__(self) -> None:
         gc.collect()

@@ -22,7 +22,7 @@ import time
 
 import run_torch_reconfigure as group
 from chaos import links
-from chaos.resources import Resources
+from chaos.resources import grown, used
 
 from cgx_ops import Config
 from cgx_ops.torch import BackendOptions
@@ -166,9 +166,9 @@ def main() -> None:
         counts[what] += 1
         longest[what] = max(longest.get(what, 0), round(took, 1))
         if turn == math.ceil(ROUNDS / 4):
-            before = Resources()
+            before = used()
     assert before is not None
-    growth = Resources().more_than(before)
+    growth = grown(before, used())
     print(f"rank {group.RANK}: {dict(sorted(counts.items()))}; growth: {growth or 'none'}")
     print(f"seconds until the latest was noticed: {longest}")
     group.meet("end", OTHERS)

@@ -160,19 +160,24 @@ def task() -> Task:
     return digits()
 
 
-def test_exact_adamw_is_torchs(task: Task, comms: list[Communicator]) -> None:
+@pytest.mark.parametrize("usual", [{}, {"decay": 0.5, "floor": 0.2, "norm": 0.1}])
+def test_exact_adamw_is_torchs(
+    usual: dict[str, float], task: Task, comms: list[Communicator]
+) -> None:
     steps, rate = 5, 1e-2
+    task = replace(task, **usual)
     ours, theirs = (adamw.Training(task, 0, rate, steps) for _ in range(2))
     averager = adamw.Averager(comms, ours.model, Config(32))
     moments = adamw.Moments(ours.numel)
     parameters = [*theirs.model.parameters()]
-    optimizer = torch.optim.AdamW(parameters, rate, adamw.BETAS, adamw.EPS, adamw.DECAY)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, adamw.schedule(steps))
+    optimizer = torch.optim.AdamW(parameters, rate, adamw.BETAS, adamw.EPS, task.decay)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, adamw.schedule(steps, task.floor))
     for _ in range(steps):
-        ours.step(moments.update(averager.mean(ours.gradients())))
+        ours.step(moments.update(adamw.shortened(averager.mean(ours.gradients()), task.norm)))
         mean = torch.from_numpy(np.mean(theirs.gradients(), 0))
         for p, part in zip(parameters, mean.split([p.numel() for p in parameters]), strict=True):
             p.grad = part.view_as(p)
+        torch.nn.utils.clip_grad_norm_(parameters, task.norm)
         optimizer.step()
         schedule.step()
     for mine, other in zip(ours.model.parameters(), parameters, strict=True):
