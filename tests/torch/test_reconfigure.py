@@ -36,6 +36,17 @@ def test_training_continues_after_losses(tmp_path: Path) -> None:
 
 @needs_reconfigure
 @pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_sharded_training_continues(tmp_path: Path) -> None:
+    outputs = launch.processes(
+        4, "run_torch_reconfigure_fsdp.py", tmp_path, timeout=280, check=False
+    )
+    for rank in (0, 1, 3):  # the other one dies in backward
+        assert "OK" in outputs[rank].splitlines(), "\n".join(outputs)
+
+
+@needs_reconfigure
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_nothing_grows(tmp_path: Path) -> None:
     """A sample; docs/guides/torch/elastic.md has the result of 10,000."""
