@@ -201,6 +201,19 @@ def makes_groups_again() -> None:
         dist.destroy_process_group(group)
 
 
+def makes_groups_of_equal_names_after_a_split() -> None:
+    """Both parts make a group; the calls come in an order that would mix ranks of both."""
+    parts = [0, 1], [2, 3], [4]
+    join(*parts)
+    meet("split", range(SIZE))
+    time.sleep(0.5 * (0, 3, 1, 2, 0)[RANK])
+    group = dist.new_group()
+    tensor = torch.full((1000,), float(RANK))
+    dist.all_reduce(tensor, group=group)
+    assert (tensor == sum(next(part for part in parts if RANK in part))).all(), tensor[0]
+    dist.destroy_process_group(group)
+
+
 def recovers_after_abort_and_timeout() -> None:
     join(range(SIZE))
     digest()
@@ -367,6 +380,7 @@ CHECKS: tuple[Callable[[], None], ...] = (
     an_abort_of_another_thread_ends_only_the_old_group,
     refuses_bad_input,
     refuses_another_config,
+    makes_groups_of_equal_names_after_a_split,
     makes_groups_again,
     refuses_another_version,
     survives_kills,

@@ -38,9 +38,11 @@ def own_store(store: parallel.Store, name: str, rank: int) -> parallel.Store:
     """Return a part of a group's store that belongs to one communicator of this name.
 
     A store may outlive its groups, as torchrun's does, and then contains keys of an earlier group
-    of this name. So each rank counts its calls, and the count is part of the keys.
+    of this name. So each rank counts its calls, and the count is part of the keys. So are the
+    members of the default group: after a split, each part may make a group of this name.
     """
-    store = parallel.PrefixStore(f"{name}/cgx", store)
+    members = era_of(dist.group.WORLD) if dist.is_initialized() else ""
+    store = parallel.PrefixStore(f"{name}/cgx{members}", store)
     return parallel.PrefixStore(str(store.add(f"made/{rank}", 1)), store)
 
 
