@@ -187,12 +187,14 @@ def ends_own_collectives_in_flight() -> None:
 
 
 def makes_groups_again() -> None:
-    """Groups made by new_group, before and after a change of the default group's members."""
-    join(range(SIZE))
-    for ranks in (range(SIZE), range(3)):
+    """Groups made by new_group, after changes of the default group's members.
+
+    Ranks 3 and 4 make one group less than the others, as do new processes.
+    """
+    for ranks in (range(SIZE), range(3), range(SIZE)):
         join(ranks)
         if RANK not in ranks:
-            return
+            continue
         group = dist.new_group()
         tensor = torch.ones(1000)
         dist.all_reduce(tensor, group=group)

@@ -90,6 +90,16 @@ def group_by_name(name: str) -> dist.ProcessGroup | None:
     return None
 
 
+def groups_made() -> int:
+    """Return how many groups this process has made. torch names the next one by this count."""
+    return dist.distributed_c10d._world.group_count
+
+
+def set_groups_made(count: int) -> None:
+    """Set the count by which torch names the next group."""
+    dist.distributed_c10d._world.group_count = count
+
+
 def backends_of(group: dist.ProcessGroup) -> str | None:
     """Return a group's backends by device type; None if it was made without torch.distributed.
 

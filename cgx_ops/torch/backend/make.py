@@ -164,12 +164,28 @@ class _Reconfigurations:
             noise_rank=rank, elastic=True,
         )  # fmt: skip
         try:
+            _name_groups_alike(meeting.store, rank, size, name, timeout)
             meeting.end()
             self._handle, self._communicator = self._handle.next(), comm.id
             return rank, size, comm.id, inner
         except BaseException:
             comm.close()  # its name would be taken
             raise
+
+
+def _name_groups_alike(
+    store: parallel.Store, rank: int, size: int, name: str, timeout: datetime.timedelta
+) -> None:
+    """Let the next new_group have the same name on all members. Collective over them.
+
+    torch names groups by their count in the process, which is another one in a new process.
+    """
+    store = parallel.PrefixStore("groups made", store)
+    gather = groups.store_allgather(store, rank, size, name, timeout)
+    most = max(int(count) for count in gather(str(parallel.groups_made()).encode()))
+    world = dist.group.WORLD
+    if world is not None and world.group_name == name:
+        parallel.set_groups_made(most)
 
 
 def _connect(
