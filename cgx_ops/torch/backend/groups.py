@@ -41,7 +41,8 @@ def own_store(store: parallel.Store, name: str, rank: int) -> parallel.Store:
     of this name. So each rank counts its calls, and the count is part of the keys. So are the
     members of the default group: after a split, each part may make a group of this name.
     """
-    members = era_of(dist.group.WORLD) if dist.is_initialized() else ""
+    everyone = dist.group.WORLD
+    members = "" if everyone is None else era_of(everyone)
     store = parallel.PrefixStore(f"{name}/cgx{members}", store)
     return parallel.PrefixStore(str(store.add(f"made/{rank}", 1)), store)
 
