@@ -1,7 +1,7 @@
-"""What a process uses of the system, which must not grow.
+"""Resources of a process, which must not grow.
 
-- `Resources`: after a single round, to the descriptor, with the names of new ones.
-- `used` and `grown`: after many rounds, by more than ALLOWED.
+- `Resources`: the number of descriptors and threads, with the names of new descriptors.
+- `used` and `grown`: memory and mappings, too, by more than ALLOWED after many rounds.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def grown(before: dict[str, int], after: dict[str, int]) -> str:
 
 
 class Resources:
-    """Descriptors and threads of this process, for a comparison after one round."""
+    """Descriptors and threads of this process."""
 
     def __init__(self) -> None:
         gc.collect()

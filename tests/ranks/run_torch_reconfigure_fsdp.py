@@ -3,15 +3,15 @@
     RANK=... WORLD_SIZE=4 run_torch_reconfigure_fsdp.py FOLDER
 
 Processes 0, 1 and 2 train for STEPS steps with gradients in 1 bit with error feedback and with
-weights as differences, and save a checkpoint after half of them. Every way below must end with the
-same weights and residuals, to the bit:
+weights as differences, and save a checkpoint after half of them. Both of these trainings must end
+with the same weights and residuals, to the bit:
 
 1. interrupted: the group is aborted between two steps and reconfigured to the same processes. The
    same model continues.
 2. replaced: process 2 is killed in backward, and process 3 takes its place. All make the model
    again and load the checkpoint.
 
-At last 0 and 1 continue without 3, which leaves alive, from a checkpoint for any number of ranks.
+Finally process 3 ends, and 0 and 1 continue from a checkpoint for any number of ranks.
 """
 
 import hashlib
@@ -149,7 +149,13 @@ def main() -> None:
         training.run(STEPS // 2, STEPS)
         want = training.digest()
         group.store.set(f"want {RANK}", want)
-        print(f"feedback and differences: {[*training.state.state_dict()]}")
+        residuals = [
+            leaf.tensors
+            for leaf in tree_leaves(training.state.state_dict())
+            if isinstance(leaf, Residuals)
+        ]
+        assert any(each.any() for tensors in residuals for each in tensors.values())
+        assert training.state.base_nbytes > 0
 
         training = Training()
         training.run(0, DIES)

@@ -136,6 +136,10 @@ def main() -> None:
             continue
         optimizer.step()
         step += 1
+    made_by_all = dist.new_group()  # the newcomer has made fewer groups
+    count = torch.ones(1)
+    dist.all_reduce(count, group=made_by_all)
+    assert count == len(MEMBERS[JOINS]), count
     weights = torch.cat([each.detach().flatten() for each in module.parameters()])
     group.store.set(f"weights {RANK}", hashlib.sha256(weights.numpy().tobytes()).hexdigest())
     digests = {group.store.get(f"weights {rank}") for rank in MEMBERS[JOINS]}

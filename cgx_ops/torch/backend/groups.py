@@ -38,12 +38,9 @@ def own_store(store: parallel.Store, name: str, rank: int) -> parallel.Store:
     """Return a part of a group's store that belongs to one communicator of this name.
 
     A store may outlive its groups, as torchrun's does, and then contains keys of an earlier group
-    of this name. So each rank counts its calls, and the count is part of the keys. So are the
-    members of the default group: after a split, each part may make a group of this name.
+    of this name. So each rank counts its calls, and the count is part of the keys.
     """
-    everyone = dist.group.WORLD
-    members = "" if everyone is None else era_of(everyone)
-    store = parallel.PrefixStore(f"{name}/cgx{members}", store)
+    store = parallel.PrefixStore(f"{name}/cgx", store)
     return parallel.PrefixStore(str(store.add(f"made/{rank}", 1)), store)
 
 

@@ -20,6 +20,8 @@ from cgx_ops.torch.graph.work import devices
 # Makes the backend of a group that is split off or merged: (store, rank, size, options).
 MakeRelated = Callable[[parallel.Store, int, int, _torch_ops.Options], _torch_ops.Backend]
 
+_GROUPS = 2**20  # the most groups that a process makes between two reconfigurations
+
 
 @dataclass(frozen=True)
 class Chosen:
@@ -159,12 +161,13 @@ class _Reconfigurations:
             forget_calls(self._communicator)
             self._communicator = None
         meeting.wait(timeout)
+        drawn = self._store.add("reconfigurations", 1) if rank == 0 else 0
+        _agree_on_names(meeting.store, drawn, rank, size, name, timeout)
         comm, inner = _connect(
             meeting.store, rank, size, self._options, self._chosen, timeout,
             noise_rank=rank, elastic=True,
         )  # fmt: skip
         try:
-            _name_groups_alike(meeting.store, rank, size, name, timeout)
             meeting.end()
             self._handle, self._communicator = self._handle.next(), comm.id
             return rank, size, comm.id, inner
@@ -173,19 +176,29 @@ class _Reconfigurations:
             raise
 
 
-def _name_groups_alike(
-    store: parallel.Store, rank: int, size: int, name: str, timeout: datetime.timedelta
+def _agree_on_names(
+    store: parallel.Store, drawn: int, rank: int, size: int, name: str, timeout: datetime.timedelta
 ) -> None:
-    """Let the next new_group have the same name on all members. Collective over them.
+    """Let members give their next group the same name, which no other group has. Collective.
 
-    torch names groups by their count in the process, which is another one in a new process.
+    torch names a group by the number of groups that the process has made. A new process has
+    another number, and both parts of a split have the same one. So all members continue from a
+    multiple of _GROUPS that was drawn for them.
+
+    Args:
+        store: a part of the store that only the members use.
+        drawn: on rank 0, a number that no earlier reconfiguration has.
+        rank: this rank in the group.
+        size: number of ranks.
+        name: of the group.
+        timeout: for the members.
     """
     store = parallel.PrefixStore("groups made", store)
-    gather = groups.store_allgather(store, rank, size, name, timeout)
-    most = max(int(count) for count in gather(str(parallel.groups_made()).encode()))
-    world = dist.group.WORLD
-    if world is not None and world.group_name == name:
-        parallel.set_groups_made(most)
+    made = max(parallel.groups_made(), drawn * _GROUPS) if rank == 0 else parallel.groups_made()
+    counts = groups.store_allgather(store, rank, size, name, timeout)(str(made).encode())
+    default = dist.group.WORLD
+    if default is not None and default.group_name == name:
+        parallel.set_groups_made(max(map(int, counts)))
 
 
 def _connect(
