@@ -8,12 +8,13 @@ one.
 
 1. Exact AdamW trains at every rate of --rates, with every seed.
 2. The rate with the lowest mean held-out loss is the best rate.
-3. Every other method trains at the best rate and, without --no-third, at a third of it.
+3. Every other method trains at the best rate and, by default, at a third of it.
 
 The two ranks are threads of this process. They average with the same collectives as processes do,
 with the segments that the DDP hook makes: vectors travel exact. The arithmetic of PowerSGD and of
 CompressedAdamW is written out here, as in power_sgd_hook and cgx_ops.torch.optim; that of 1-bit
-Adam as in its paper.
+Adam as in its paper. Averaged gradients are clipped; where momenta or updates travel, each rank
+clips its own gradient.
 
 The file is written after each training. A second run with the same file continues there.
 """
@@ -306,8 +307,8 @@ def schedule(steps: int, floor: float) -> Callable[[int], float]:
     return factor
 
 
-def shortened(gradient: Floats, norm: float) -> Floats:
-    """Return a gradient, scaled to `norm` if it is longer."""
+def clipped(gradient: Floats, norm: float) -> Floats:
+    """Return a gradient, scaled to `norm` if its norm is larger."""
     length = float(np.linalg.norm(gradient))
     return gradient * np.float32(norm / length) if length > norm else gradient
 
@@ -352,14 +353,14 @@ def train(
     for step in range(steps):
         gradients = training.gradients()
         if isinstance(averager, CompressedAdamW):
-            update = averager.update([shortened(g, task.norm) for g in gradients])
+            update = averager.update([clipped(g, task.norm) for g in gradients])
         elif method.sends != "momentum":
-            update = moments.update(shortened(averager.mean(gradients), task.norm))
+            update = moments.update(clipped(averager.mean(gradients), task.norm))
         elif step < FROZEN_AFTER * steps:
             averager.sent += 4 * training.numel
-            update = moments.update(shortened(np.mean(gradients, 0), task.norm))
+            update = moments.update(clipped(np.mean(gradients, 0), task.norm))
         else:
-            own = [shortened(g, task.norm) for g in gradients]
+            own = [clipped(g, task.norm) for g in gradients]
             momenta = [BETAS[0] * moments.m + (1 - BETAS[0]) * g for g in own]
             moments.m = averager.mean([m.astype(np.float32, copy=False) for m in momenta])
             update = moments.step(moments.m)
@@ -394,6 +395,12 @@ def best_rate(found: Found, task: str) -> float:
     return min(rates, key=lambda r: statistics.fmean(t.loss for t in of(found, task, EXACT, r)))
 
 
+def compared_rates(found: Found, task: str) -> list[float]:
+    """Return the best rate, and a third of it if a method was trained there."""
+    best = best_rate(found, task)
+    return [rate for rate in (best, best / 3) if any(of(found, task, m, rate) for m in METHODS)]
+
+
 def differences(found: Found, task: str, method: str, rate: float) -> list[float]:
     """Return by seed how much more a method loses than exact AdamW at the same rate."""
     exact = {t.seed: t.loss for t in of(found, task, EXACT, rate)}
@@ -411,19 +418,18 @@ def spread(values: Sequence[float], form: str = "+.3f") -> str:
 
 def table_of(found: Found, task: str) -> Table:
     """Return the table of a task: a row for each method."""
-    best = best_rate(found, task)
-    rows, counts = [], set[int]()
+    rates, rows, counts = compared_rates(found, task), [], set[int]()
     for method in METHODS:
-        mine, third = (of(found, task, method, rate) for rate in (best, best / 3))
-        if not mine:
+        trained = [of(found, task, method, rate) for rate in rates]
+        if not trained[0]:
             continue
-        counts |= {len(mine), len(third)} - {0}
+        counts |= {len(each) for each in trained} - {0}
         if method == EXACT:
-            cells = [spread([t.loss for t in each], ".3f") for each in (mine, third)]
+            cells = [spread([t.loss for t in each], ".3f") for each in trained]
         else:
-            cells = [spread(differences(found, task, method, r)) for r in (best, best / 3)]
-        score = f"{statistics.fmean(t.score for t in mine):.1f}"
-        rows.append([method, f"{mine[0].bits:.1f}", *cells, score])
+            cells = [spread(differences(found, task, method, rate)) for rate in rates]
+        score = f"{statistics.fmean(t.score for t in trained[0]):.1f}"
+        rows.append([method, f"{trained[0][0].bits:.1f}", *cells, score])
     tried = sorted({t.rate for t in found if (t.task, t.method) == (task, EXACT)})
     losses = [spread([t.loss for t in of(found, task, EXACT, r)], ".3f") for r in tried]
     grid = ", ".join(f"{rate:g}: {loss}" for rate, loss in zip(tried, losses, strict=True))
@@ -434,14 +440,14 @@ def table_of(found: Found, task: str) -> Table:
         "rate. Bits: sent by a rank in a step for each parameter, warm-up included. "
         f" Score: held-out accuracy at the best rate. Exact AdamW by rate: {grid}."
     ]
-    columns = ["method", "bits", f"rate {best:g}", f"rate {best / 3:.2g}", "score %"]
+    columns = ["method", "bits", *(f"rate {rate:.2g}" for rate in rates), "score %"]
     return Table(f"AdamW: {task}", columns, rows, notes=notes)
 
 
 def summary_of(found: Found) -> Table:
-    """Return one table of all tasks, at both rates."""
+    """Return one table of all tasks, at their best rates and a third of them."""
     tasks = list(dict.fromkeys(each.task for each in found))
-    places = [(t, rate) for t in tasks for rate in (best_rate(found, t), best_rate(found, t) / 3)]
+    places = [(task, rate) for task in tasks for rate in compared_rates(found, task)]
     rows = []
     trained = {each.method for each in found}
     for method in (each for each in METHODS if each in trained):

@@ -4,7 +4,7 @@ digits      a perceptron on scikit-learn's handwritten digits
 characters  a perceptron that predicts the next character of Python's help texts
             (pydoc_data.topics) from the CONTEXT characters before it
 gpt         a transformer that predicts the next character of the same texts
-code        a transformer of 0.65 million parameters, on Python's standard library
+code        a transformer of 0.63 million parameters, on Python's standard library
 """
 
 import itertools
@@ -39,8 +39,8 @@ class Task:
         steps: steps of the training.
         rate: the initial learning rate of SGD.
         decay: AdamW's weight decay.
-        floor: AdamW's last rate, as a part of its highest.
-        norm: the largest norm of a gradient under AdamW; longer ones are scaled to it.
+        floor: AdamW's final rate, as a fraction of its peak rate.
+        norm: AdamW's maximum gradient norm; larger gradients are clipped.
     """
 
     name: str

@@ -173,7 +173,7 @@ def test_exact_adamw_is_torchs(
     optimizer = torch.optim.AdamW(parameters, rate, adamw.BETAS, adamw.EPS, task.decay)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, adamw.schedule(steps, task.floor))
     for _ in range(steps):
-        ours.step(moments.update(adamw.shortened(averager.mean(ours.gradients()), task.norm)))
+        ours.step(moments.update(adamw.clipped(averager.mean(ours.gradients()), task.norm)))
         mean = torch.from_numpy(np.mean(theirs.gradients(), 0))
         for p, part in zip(parameters, mean.split([p.numel() for p in parameters]), strict=True):
             p.grad = part.view_as(p)
@@ -182,6 +182,15 @@ def test_exact_adamw_is_torchs(
         schedule.step()
     for mine, other in zip(ours.model.parameters(), parameters, strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)
+    found = adamw.train(comms, task, adamw.EXACT, 0, rate, steps)
+    assert found.loss == ours.result()[0]
+
+
+def test_rates_rise_and_fall_to_the_floor() -> None:
+    factors = [adamw.schedule(100, 0.1)(step) for step in range(101)]
+    assert factors[:6] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1, 1])
+    assert factors[-1] == pytest.approx(0.1)
+    assert factors[5:] == sorted(factors[5:], reverse=True)
 
 
 @pytest.mark.parametrize("method", adamw.METHODS)
@@ -205,6 +214,6 @@ def test_losses_are_compared_with_exact_adamw_of_the_same_seed() -> None:
     assert adamw.best_rate(found, "digits") == 0.1
     assert adamw.differences(found, "digits", "4 bits", 0.3) == pytest.approx([0.5, 0.5])
     row = adamw.summary_of(found).rows[1]
-    assert row == ["4 bits", "4.0", "+0.500 ± 0.000", ""]
+    assert row == ["4 bits", "4.0", "+0.500 ± 0.000"]
     text = adamw.spread(adamw.differences(found, "digits", "1-bit Adam", 0.3))
     assert text == "1 of 2 diverge"
