@@ -1,22 +1,26 @@
-"""Rank program: FSDP2 in a group that changes its members, from torch 2.14 on.
+"""Rank program: FSDP2 or HSDP in a group that changes its members, from torch 2.14 on.
 
     RANK=... WORLD_SIZE=4 run_torch_reconfigure_fsdp.py FOLDER
+    RANK=... WORLD_SIZE=5 run_torch_reconfigure_fsdp.py FOLDER hsdp
 
-Processes 0, 1 and 2 train for STEPS steps with gradients in 1 bit with error feedback and with
-weights as differences, and save a checkpoint after half of them. Both of these trainings must end
-with the same weights and residuals, to the bit:
+All processes but the last one train for STEPS steps with gradients in 1 bit with error feedback and
+with weights as differences, and save a checkpoint after half of them. Both of these trainings must
+end with the same weights and residuals, to the bit:
 
 1. interrupted: the group is aborted between two steps and reconfigured to the same processes. The
    same model continues.
-2. replaced: process 2 is killed in backward, and process 3 takes its place. All make the model
-   again and load the checkpoint.
+2. replaced: the last of them is killed in backward, and the new process takes its place. All make
+   the model again, HSDP's mesh too, and load the checkpoint.
 
-Finally process 3 ends, and 0 and 1 continue from a checkpoint for any number of ranks.
+HSDP has two replicas, averaged by PowerSGD. With FSDP2 the new process ends finally, and 0 and 1
+continue from a checkpoint for any number of ranks.
 """
 
 import hashlib
+import itertools
 import os
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -29,18 +33,23 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
 
 from cgx_ops import Config
 from cgx_ops.torch import fsdp
+from cgx_ops.torch.averaging.power_sgd.state import Factors
 from cgx_ops.torch.averaging.residuals import Residuals
 
 dist = group.dist
 RANK, STEPS = group.RANK, 8
-FIRST, REPLACED, FEWER = (0, 1, 2), (0, 1, 3), (0, 1)
-VICTIM, DIES = 2, 6  # the process that is killed, and in which step
+HSDP = sys.argv[2:] == ["hsdp"]
+*FIRST, NEW = range(group.SIZE)
+VICTIM, DIES = FIRST[-1], 6  # the process that is killed, and in which step
+REPLACED, FEWER = [*FIRST[:-1], NEW], FIRST[:2]
+MESHES = itertools.count()
 GRADIENTS = Config(bits=1, compressor="levels", bucket_size=64)  # with feedback, because biased
 CHECKPOINT, FOR_ANY = (str(Path(group.FOLDER, name)) for name in ("half", "for any number"))
 
@@ -52,10 +61,20 @@ class Training:
         torch.manual_seed(0)
         layers = [nn.Sequential(nn.Linear(33, 33), nn.Tanh()) for _ in range(3)]
         self.model: Any = nn.Sequential(*layers)
-        for layer in layers:
-            fully_shard(layer)
-        fully_shard(self.model)
-        self.state = fsdp.compress(self.model, GRADIENTS, fsdp.Differences())
+        self.groups = list[Any]()
+        shards: dict[str, Any] = {}
+        replicas: dict[str, Any] = {}
+        if HSDP:
+            # DTensor would find the groups of an earlier mesh with equal ranks and names.
+            names = [f"{name} {next(MESHES)}" for name in ("replicas", "shards")]
+            mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=(*names,))
+            self.groups = mesh.get_all_groups()
+            shards = {"mesh": mesh[names[1]]}
+            factors = fsdp.PowerSGD(rank=2, min_compression_rate=1)
+            replicas = {"replicas": mesh[names[0]], "replica_gradients": factors}
+        for module in (*layers, self.model):
+            fully_shard(module, **shards)
+        self.state = fsdp.compress(self.model, GRADIENTS, fsdp.Differences(), **replicas)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
 
     def run(self, begin: int, end: int) -> float:
@@ -90,8 +109,11 @@ class Training:
         return torch.cat([each.full_tensor().flatten() for each in self.model.parameters()])
 
     def digest(self) -> str:
-        """Return a hash of all weights, and of this rank's residuals and counts."""
-        found = [self.weights().tolist(), *map(plain, tree_leaves(self.state.state_dict()))]
+        """Return a hash of all weights, and of this rank's residuals, factors and counts."""
+        found = [self.weights().tolist()]
+        for path, leaf in tree_flatten_with_path(self.state.state_dict())[0]:
+            if "next_stats_report" not in keystr(path):  # counts what this process has logged
+                found.append(plain(leaf))
         return hashlib.sha256(repr(found).encode()).hexdigest()
 
 
@@ -99,12 +121,14 @@ def plain(leaf: Any) -> object:
     """Return a part of a state without addresses of objects."""
     if isinstance(leaf, Residuals):
         return {name: residual.tolist() for name, residual in leaf.tensors.items()}
+    if isinstance(leaf, Factors):
+        return {name: q.tolist() for name, q in leaf.q.items()}
     if isinstance(leaf, DTensor):
         leaf = leaf.to_local()
     return leaf.tolist() if isinstance(leaf, torch.Tensor) else leaf
 
 
-def connect(uuid: int, ranks: tuple[int, ...]) -> None:
+def connect(uuid: int, ranks: list[int]) -> None:
     assert dist._reconfigure(uuid, group.collect(uuid, ranks), timeout=group.LIMIT).wait()
 
 
@@ -127,7 +151,11 @@ def replaced() -> Training:
         if RANK == VICTIM:
             die_in_backward(training)
         with group.fails():
-            training.run(DIES, STEPS)
+            try:
+                training.run(DIES, STEPS)
+            finally:  # ends the collectives of ranks that share no group with the lost one
+                for each in training.groups:
+                    dist.destroy_process_group(each)
     connect(4, REPLACED)
     training = Training()
     training.load(CHECKPOINT)
@@ -157,14 +185,19 @@ def main() -> None:
         assert any(each.any() for tensors in residuals for each in tensors.values())
         assert training.state.base_nbytes > 0
 
-        training = Training()
-        training.run(0, DIES)
-        group.backend().abort()
-        connect(2, FIRST)
-        training.run(DIES, STEPS)
-        assert training.digest() == want, "interrupted"
+        if not HSDP:  # whose mesh would have to be made again
+            training = Training()
+            training.run(0, DIES)
+            group.backend().abort()
+            connect(2, FIRST)
+            training.run(DIES, STEPS)
+            assert training.digest() == want, "interrupted"
 
     training = replaced()
+    if HSDP:
+        group.meet("replaced", REPLACED)
+        print("OK", flush=True)
+        return
     training.state.consolidate()
     training.save(FOR_ANY)
     weights = training.weights()

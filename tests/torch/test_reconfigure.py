@@ -37,11 +37,14 @@ def test_training_continues_after_losses(tmp_path: Path) -> None:
 @needs_reconfigure
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_sharded_training_continues(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("arguments", "processes"), [((), 4), (("hsdp",), 5)])
+def test_sharded_training_continues(
+    tmp_path: Path, arguments: tuple[str, ...], processes: int
+) -> None:
     outputs = launch.processes(
-        4, "run_torch_reconfigure_fsdp.py", tmp_path, timeout=280, check=False
+        processes, "run_torch_reconfigure_fsdp.py", tmp_path, *arguments, timeout=280, check=False
     )
-    for rank in (0, 1, 3):  # the other one dies in backward
+    for rank in (*range(processes - 2), processes - 1):  # the other one dies in backward
         assert "OK" in outputs[rank].splitlines(), "\n".join(outputs)
 
 
