@@ -61,7 +61,8 @@ class Resources:
         """Describe what has increased; "" if nothing."""
         # gloo keeps some descriptors of an interrupted group; those of this library have these
         # names.
-        if {"torch", "jax"} & set(sys.modules):
+        frameworks = {"torch", "jax"} & set(sys.modules)
+        if frameworks:
             of_core = [each for each in self.descriptors if "cgx" in each or "pidfd" in each]
             had = [each for each in before.descriptors if "cgx" in each or "pidfd" in each]
         else:
@@ -72,11 +73,10 @@ class Resources:
                 with contextlib.suppress(ValueError):
                     new.remove(each)
             return f"{len(of_core)} descriptors, {len(had)} before: {new}"
-        # The core creates its thread pool once; the pools of frameworks grow.
-        made = max(before.threads, int(os.environ["CGX_THREADS"]))
-        if self.threads > made and not {"torch", "jax"} & set(sys.modules):
-            return f"{self.threads} threads, {before.threads} before"
-        return ""
+        if frameworks:  # whose pools of threads grow
+            return ""
+        made = max(before.threads, int(os.environ["CGX_THREADS"]))  # the core's pool is made once
+        return f"{self.threads} threads, {before.threads} before" if self.threads > made else ""
 
 
 class ForeignFiles:
