@@ -110,7 +110,7 @@ class Training:
 
     def digest(self) -> str:
         """Return a hash of all weights, and of this rank's residuals, factors and counts."""
-        found = [self.weights().tolist()]
+        found: list[object] = [self.weights().tolist()]
         for path, leaf in tree_flatten_with_path(self.state.state_dict())[0]:
             if "next_stats_report" not in keystr(path):  # counts what this process has logged
                 found.append(plain(leaf))
