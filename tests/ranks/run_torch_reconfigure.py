@@ -75,14 +75,18 @@ def collect(what: object, ranks: Sequence[int]) -> list[str]:
     return [store.get(f"handle {what} {rank}").decode() for rank in ranks]
 
 
+def connect(uuid: int, ranks: Sequence[int]) -> None:
+    """Reconfigure the group to these processes, each of which calls it."""
+    assert dist._reconfigure(uuid, collect(uuid, ranks), timeout=LIMIT).wait()
+
+
 def join(*groups: Sequence[int]) -> None:
     """Reconfigure each group to these processes, in this order. Every process calls it."""
     turn = next(UUIDS)
     for number, ranks in enumerate(groups):
         if RANK not in ranks:
             continue
-        uuid = turn * 10 + number
-        assert dist._reconfigure(uuid, collect(uuid, ranks), timeout=LIMIT).wait()
+        connect(turn * 10 + number, ranks)
         assert (dist.get_rank(), dist.get_world_size()) == (list(ranks).index(RANK), len(ranks))
 
 
@@ -364,7 +368,7 @@ def survives_kills() -> None:
         if victim == RANK:
             threading.Timer(delay, os.kill, (os.getpid(), signal.SIGKILL)).start()
         # gloo tries to connect four times.
-        with fails(within=11 * BRIEF.total_seconds() + SOON):
+        with fails(within=10 * BRIEF.total_seconds() + SOON):
             dist._reconfigure(uuid, handles, timeout=BRIEF)
             while True:
                 dist.all_reduce(torch.ones(300_000))

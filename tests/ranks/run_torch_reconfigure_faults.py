@@ -32,9 +32,9 @@ ROUNDS = int(sys.argv[2])
 BREEDER, OTHERS, EVERYONE = 3, range(3), range(4)
 DEADLINE = datetime.timedelta(seconds=2)
 AWAY = 2.5  # seconds of a stop, and of a link that is away
-# Seconds of a call whose peer is lost: each step has the deadline. Members meet, exchange five
+# Seconds of a call whose peer is lost: each step has the deadline. Members meet, exchange four
 # times and connect; gloo tries four times.
-LONGEST = 11 * DEADLINE.total_seconds() + group.SOON
+LONGEST = 10 * DEADLINE.total_seconds() + group.SOON
 FAULTS = {"kill": 8, "stop": 1}  # weights
 if os.environ.get("COMMUNICATOR_TYPE") == "TCP":
     FAULTS["blink"] = 1

@@ -128,10 +128,6 @@ def plain(leaf: Any) -> object:
     return leaf.tolist() if isinstance(leaf, torch.Tensor) else leaf
 
 
-def connect(uuid: int, ranks: list[int]) -> None:
-    assert dist._reconfigure(uuid, group.collect(uuid, ranks), timeout=group.LIMIT).wait()
-
-
 def die_in_backward(training: Training) -> None:
     """Let the victim die when the gradients of later layers have been reduced."""
 
@@ -142,9 +138,9 @@ def die_in_backward(training: Training) -> None:
 
 
 def replaced() -> Training:
-    """Train until process 2 dies, and with process 3 in its place; return the training."""
+    """Train until a process dies, and with the new one in its place; return the training."""
     if RANK in FIRST:
-        connect(3, FIRST)
+        group.connect(3, FIRST)
         training = Training()
         training.load(CHECKPOINT)
         training.run(STEPS // 2, DIES)
@@ -156,7 +152,7 @@ def replaced() -> Training:
             finally:  # ends the collectives of ranks that share no group with the lost one
                 for each in training.groups:
                     dist.destroy_process_group(each)
-    connect(4, REPLACED)
+    group.connect(4, REPLACED)
     training = Training()
     training.load(CHECKPOINT)
     training.run(STEPS // 2, STEPS)
@@ -170,7 +166,7 @@ def main() -> None:
         enable_reconfigure=True,
     )  # fmt: skip
     if RANK in FIRST:
-        connect(1, FIRST)
+        group.connect(1, FIRST)
         training = Training()
         training.run(0, STEPS // 2)
         training.save(CHECKPOINT)
@@ -189,7 +185,7 @@ def main() -> None:
             training = Training()
             training.run(0, DIES)
             group.backend().abort()
-            connect(2, FIRST)
+            group.connect(2, FIRST)
             training.run(DIES, STEPS)
             assert training.digest() == want, "interrupted"
 
@@ -205,7 +201,7 @@ def main() -> None:
     if RANK not in FEWER:
         print("OK", flush=True)
         return
-    connect(5, FEWER)
+    group.connect(5, FEWER)
     training = Training()
     training.state.consolidate()
     training.load(FOR_ANY)

@@ -73,10 +73,6 @@ def undisturbed() -> float:
     return total(model)
 
 
-def connect(uuid: int, ranks: Any) -> None:
-    dist._reconfigure(uuid, group.collect(uuid, ranks), timeout=group.LIMIT).wait()
-
-
 def wrapped(module: nn.Module, state: QuantizedAllreduceState) -> DistributedDataParallel:
     """Return a DDP model of several buckets."""
     model = DistributedDataParallel(module, bucket_cap_mb=0.02)
@@ -105,11 +101,11 @@ def main() -> None:
     state = QuantizedAllreduceState(config=Config(compressor="levels", bits=2))
     step = 0
     if RANK == NEWCOMER:
-        connect(JOINS, MEMBERS[JOINS])
+        group.connect(JOINS, MEMBERS[JOINS])
         model = wrapped(module, state)
         step = synchronized(state, optimizer, -1)
     else:
-        connect(1, FIRST)
+        group.connect(1, FIRST)
         model = wrapped(module, state)
 
     def die_in_backward(gradient: torch.Tensor) -> None:
@@ -128,7 +124,7 @@ def main() -> None:
             uuid = min(changes)
             print(f"process {RANK}, step {step}, members {changes[uuid]}: {error}", flush=True)
             assert 0 <= step - uuid <= 1, (step, uuid)
-            connect(uuid, changes.pop(uuid))
+            group.connect(uuid, changes.pop(uuid))
             module, kept = model.module, cgx_ops.torch.hook_state(model)
             assert kept is state
             model = wrapped(module, state)

@@ -90,13 +90,8 @@ def group_by_name(name: str) -> dist.ProcessGroup | None:
     return None
 
 
-def groups_made() -> int:
-    """Return how many groups this process has made. torch names the next one by this count."""
-    return dist.distributed_c10d._world.group_count
-
-
 def set_groups_made(count: int) -> None:
-    """Set the count by which torch names the next group."""
+    """Set the number of groups that this process has made, by which torch names the next one."""
     dist.distributed_c10d._world.group_count = count
 
 

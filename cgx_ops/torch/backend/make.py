@@ -20,7 +20,7 @@ from cgx_ops.torch.graph.work import devices
 # Makes the backend of a group that is split off or merged: (store, rank, size, options).
 MakeRelated = Callable[[parallel.Store, int, int, _torch_ops.Options], _torch_ops.Backend]
 
-_GROUPS = 2**20  # the most groups that a process makes between two reconfigurations
+_GROUPS = 2**20  # more than a process makes between two reconfigurations
 
 
 @dataclass(frozen=True)
@@ -161,14 +161,13 @@ class _Reconfigurations:
             forget_calls(self._communicator)
             self._communicator = None
         meeting.wait(timeout)
-        drawn = self._store.add("reconfigurations", 1) if rank == 0 else 0
-        _agree_on_names(meeting.store, drawn, rank, size, name, timeout)
         comm, inner = _connect(
             meeting.store, rank, size, self._options, self._chosen, timeout,
             noise_rank=rank, elastic=True,
         )  # fmt: skip
         try:
             meeting.end()
+            _number_groups(name, uuid)
             self._handle, self._communicator = self._handle.next(), comm.id
             return rank, size, comm.id, inner
         except BaseException:
@@ -176,29 +175,20 @@ class _Reconfigurations:
             raise
 
 
-def _agree_on_names(
-    store: parallel.Store, drawn: int, rank: int, size: int, name: str, timeout: datetime.timedelta
-) -> None:
-    """Let members give their next group the same name, which no other group has. Collective.
+def _number_groups(name: str, uuid: int) -> None:
+    """Let the members of the default group give their next group a name that no other group has.
 
     torch names a group by the number of groups that the process has made. A new process has
-    another number, and both parts of a split have the same one. So all members continue from a
-    multiple of _GROUPS that was drawn for them.
+    another number, and both parts of a split have the same one. The uuid is common to the members,
+    and used once.
 
     Args:
-        store: a part of the store that only the members use.
-        drawn: on rank 0, a number that no earlier reconfiguration has.
-        rank: this rank in the group.
-        size: number of ranks.
-        name: of the group.
-        timeout: for the members.
+        name: of the group that is reconfigured; nothing changes if it is not the default group.
+        uuid: of the reconfiguration.
     """
-    store = parallel.PrefixStore("groups made", store)
-    made = max(parallel.groups_made(), drawn * _GROUPS) if rank == 0 else parallel.groups_made()
-    counts = groups.store_allgather(store, rank, size, name, timeout)(str(made).encode())
     default = dist.group.WORLD
     if default is not None and default.group_name == name:
-        parallel.set_groups_made(max(map(int, counts)))
+        parallel.set_groups_made((2 * uuid + 1) * _GROUPS)  # never 0, where processes begin
 
 
 def _connect(
