@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 import plots
 import torch
-from adamw import EXACT, FROZEN_AFTER, METHODS, RANKS, Averager, Moments, Training
+from adamw_training import EXACT, FROZEN_AFTER, METHODS, RANKS, Averager, Moments, Training
 from small_tasks import Task, gpt
 
 from cgx_ops import Communicator

@@ -12,7 +12,7 @@ import math
 import pydoc_data.topics
 import sysconfig
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -138,9 +138,20 @@ class Transformer(nn.Module):
 
 
 def _language(
-    name: str, text: str, *, context: int, width: int, layers: int, batch: int, steps: int
+    name: str,
+    text: str,
+    *,
+    context: int,
+    width: int,
+    layers: int,
+    batch: int,
+    steps: int,
+    **recipe: float,
 ) -> Task:
-    """Return a task for a transformer: the next character after each one of a text."""
+    """Return a task for a transformer: the next character after each one of a text.
+
+    `recipe` has AdamW's fields of the task.
+    """
     train, held, symbols = _codes(text)
 
     def windows(source: torch.Tensor, count: int, generator: torch.Generator) -> Batch:
@@ -156,6 +167,7 @@ def _language(
         batch=batch,
         steps=steps,
         rate=RATE,
+        **recipe,
     )
 
 
@@ -166,7 +178,15 @@ def gpt() -> Task:
 def code(context: int = 96, width: int = 128, layers: int = 3, batch: int = 12) -> Task:
     modules = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))[:120]
     text = "".join(module.read_text(errors="ignore") for module in modules)[:3_000_000]
-    task = _language(
-        "code", text, context=context, width=width, layers=layers, batch=batch, steps=800
+    return _language(
+        "code",
+        text,
+        context=context,
+        width=width,
+        layers=layers,
+        batch=batch,
+        steps=800,
+        decay=0.1,  # and the others: as transformers are usually trained
+        floor=0.1,
+        norm=1.0,
     )
-    return replace(task, decay=0.1, floor=0.1, norm=1.0)  # as transformers are usually trained

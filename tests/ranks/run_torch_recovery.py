@@ -1,17 +1,18 @@
 """Rank program: the loop of docs/guides/torch/elastic.md trains on without a lost rank.
 
-    RANK=... WORLD_SIZE=5 run_torch_recovery.py FOLDER     # from torch 2.14 on
+    RANK=... WORLD_SIZE=6 run_torch_recovery.py FOLDER CONFIG     # from torch 2.14 on
 
-Processes 0 to 3 train a model with DDP in 2 bits with error feedback. Process 3 dies in backward,
-when some buckets of the step may have been averaged. Later process 2 dies in the same way, and
-process 4 joins the others. In the end the weights of processes 0, 1 and 4 are equal. The
-loss is printed beside that of exact training of four ranks that are never lost. They differ by the
-compression and by the samples of lost ranks, so only a fall to a half is required.
+Processes 0 to 4 train a model with DDP in 4 bits, or in 2 bits with error feedback. Process 3 dies
+in backward, when some buckets of the step may have been averaged. Later process 2 dies in the same
+way, and process 5 joins the others. In the end all their weights are equal. The loss is printed
+beside that of exact training of five ranks that are never lost. They differ by the compression and
+by the samples of lost ranks, so only a fall to a half is required.
 """
 
 import hashlib
 import os
 import signal
+import sys
 from typing import Any
 
 import run_torch_reconfigure as group
@@ -24,10 +25,11 @@ from cgx_ops import Config
 from cgx_ops.torch.ddp import QuantizedAllreduceState, quantized_allreduce_hook
 
 dist = group.dist
-RANK, FIRST = group.RANK, range(4)
-STEPS, NEWCOMER, JOINS = 120, 4, 60  # the step in which the newcomer joins
+RANK, FIRST = group.RANK, range(5)
+CONFIGS = {"4-bits": Config(4), "2-bits-feedback": Config(compressor="levels", bits=2)}
+STEPS, NEWCOMER, JOINS = 120, 5, 60  # the step in which the newcomer joins
 DIES = {3: 20, 2: 40}  # the step in which a process dies
-MEMBERS = {20: (0, 1, 2), 40: (0, 1), JOINS: (0, 1, NEWCOMER)}  # after a change in this step
+MEMBERS = {20: (0, 1, 2, 4), 40: (0, 1, 4), JOINS: (0, 1, 4, NEWCOMER)}  # from this step on
 
 
 def made() -> nn.Module:
@@ -43,11 +45,11 @@ def samples(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     return x, torch.tanh(x[:, :4] - x[:, 4:8])
 
 
-EVERYTHING = [samples(seed) for seed in range(8)]
+EVERYTHING = [samples(seed) for seed in range(10)]
 
 
 def loss_of(model: nn.Module, rank: int, step: int) -> torch.Tensor:
-    x, y = EVERYTHING[(rank + 4 * step) % len(EVERYTHING)]
+    x, y = EVERYTHING[(rank + len(FIRST) * step) % len(EVERYTHING)]
     return nn.functional.mse_loss(model(x), y)
 
 
@@ -62,7 +64,7 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def undisturbed() -> float:
-    """Return the loss of four ranks that are never lost, exact, in this process."""
+    """Return the loss of five ranks that are never lost, exact, in this process."""
     model = made()
     optimizer = optimizer_of(model)
     for step in range(STEPS):
@@ -98,7 +100,7 @@ def main() -> None:
     module = made()
     first = total(module)
     optimizer = optimizer_of(module)
-    state = QuantizedAllreduceState(config=Config(compressor="levels", bits=2))
+    state = QuantizedAllreduceState(config=CONFIGS[sys.argv[2]])
     step = 0
     if RANK == NEWCOMER:
         group.connect(JOINS, MEMBERS[JOINS])

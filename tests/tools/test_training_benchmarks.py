@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import adamw
+import adamw_training
 import convergence
 import documents
 import numpy as np
@@ -149,7 +150,7 @@ def test_methods_are_compared_on_hosts(tmp_path: Path) -> None:
 
 @pytest.fixture
 def comms() -> Iterator[list[Communicator]]:
-    comms = Communicator.local(adamw.RANKS)
+    comms = Communicator.local(adamw_training.RANKS)
     yield comms
     for comm in comms:
         comm.close()
@@ -166,14 +167,20 @@ def test_exact_adamw_is_torchs(
 ) -> None:
     steps, rate = 5, 1e-2
     task = replace(task, **usual)
-    ours, theirs = (adamw.Training(task, 0, rate, steps) for _ in range(2))
-    averager = adamw.Averager(comms, ours.model, Config(32))
-    moments = adamw.Moments(ours.numel)
+    ours, theirs = (adamw_training.Training(task, 0, rate, steps) for _ in range(2))
+    averager = adamw_training.Averager(comms, ours.model, Config(32))
+    moments = adamw_training.Moments(ours.numel)
     parameters = [*theirs.model.parameters()]
-    optimizer = torch.optim.AdamW(parameters, rate, adamw.BETAS, adamw.EPS, task.decay)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, adamw.schedule(steps, task.floor))
+    optimizer = torch.optim.AdamW(
+        parameters, rate, adamw_training.BETAS, adamw_training.EPS, task.decay
+    )
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, adamw_training.schedule(steps, task.floor)
+    )
     for _ in range(steps):
-        ours.step(moments.update(adamw.clipped(averager.mean(ours.gradients()), task.norm)))
+        ours.step(
+            moments.update(adamw_training.clipped(averager.mean(ours.gradients()), task.norm))
+        )
         mean = torch.from_numpy(np.mean(theirs.gradients(), 0))
         for p, part in zip(parameters, mean.split([p.numel() for p in parameters]), strict=True):
             p.grad = part.view_as(p)
@@ -182,30 +189,30 @@ def test_exact_adamw_is_torchs(
         schedule.step()
     for mine, other in zip(ours.model.parameters(), parameters, strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)
-    found = adamw.train(comms, task, adamw.EXACT, 0, rate, steps)
+    found = adamw_training.train(comms, task, adamw_training.EXACT, 0, rate, steps)
     assert found.loss == ours.result()[0]
 
 
 def test_rates_rise_and_fall_to_the_floor() -> None:
-    factors = [adamw.schedule(100, 0.1)(step) for step in range(101)]
+    factors = [adamw_training.schedule(100, 0.1)(step) for step in range(101)]
     assert factors[:6] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1, 1])
     assert factors[-1] == pytest.approx(0.1)
     assert factors[5:] == sorted(factors[5:], reverse=True)
 
 
-@pytest.mark.parametrize("method", adamw.METHODS)
+@pytest.mark.parametrize("method", adamw_training.METHODS)
 def test_every_method_trains_under_adamw(
     method: str, task: Task, comms: list[Communicator]
 ) -> None:
-    found = adamw.train(comms, task, method, 0, 1e-3, 10)
+    found = adamw_training.train(comms, task, method, 0, 1e-3, 10)
     assert found.loss < 2.5
     exact = "exact" in method
     assert found.bits == pytest.approx(32, abs=0.1) if exact else 0.5 < found.bits < 11
 
 
 def test_losses_are_compared_with_exact_adamw_of_the_same_seed() -> None:
-    def trained(method: str, seed: int, rate: float, loss: float) -> adamw.Trained:
-        return adamw.Trained("digits", method, seed, rate, 10, loss, 90.0, 4.0)
+    def trained(method: str, seed: int, rate: float, loss: float) -> adamw_training.Trained:
+        return adamw_training.Trained("digits", method, seed, rate, 10, loss, 90.0, 4.0)
 
     found = [trained("exact", s, r, 1 + s + r) for s in (0, 1) for r in (0.3, 0.1)]
     found += [trained("4 bits", s, r, 1.5 + s + r) for s in (0, 1) for r in (0.3, 0.1)]
@@ -217,3 +224,13 @@ def test_losses_are_compared_with_exact_adamw_of_the_same_seed() -> None:
     assert row == ["4 bits", "4.0", "+0.500 ± 0.000"]
     text = adamw.spread(adamw.differences(found, "digits", "1-bit Adam", 0.3))
     assert text == "1 of 2 diverge"
+
+
+def test_trainings_of_different_lengths_are_not_merged(tmp_path: Path) -> None:
+    paths = [tmp_path / "short.json", tmp_path / "long.json"]
+    for path, steps in zip(paths, (10, 20), strict=True):
+        trained = adamw_training.Trained("digits", "exact", 0, 0.1, steps, 1.0, 90.0, 32.0)
+        adamw.report_of([trained]).write(path)
+    assert len(adamw.read(paths[:1])) == 1
+    with pytest.raises(SystemExit, match="different lengths"):
+        adamw.read(paths)

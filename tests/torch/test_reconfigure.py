@@ -28,9 +28,12 @@ def test_members_change(tmp_path: Path) -> None:
 @needs_reconfigure
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_training_continues_after_losses(tmp_path: Path) -> None:
-    outputs = launch.processes(5, "run_torch_recovery.py", tmp_path, timeout=280, check=False)
-    for rank in (0, 1, 4):  # the others die in backward
+@pytest.mark.parametrize("config", ["4-bits", "2-bits-feedback"])
+def test_training_continues_after_losses(tmp_path: Path, config: str) -> None:
+    outputs = launch.processes(
+        6, "run_torch_recovery.py", tmp_path, config, timeout=280, check=False
+    )
+    for rank in (0, 1, 4, 5):  # the others die in backward
         assert "OK" in outputs[rank].splitlines(), "\n".join(outputs)
 
 
