@@ -174,6 +174,12 @@ def fsdp_gathers_shards(group: Any) -> bool:
     return group.is_sharded
 
 
+def fsdp_reshard(group: Any) -> None:
+    """Free a group's gathered weights, so that the next forward gathers them again."""
+    group.wait_for_unshard()  # a prefetch would otherwise deliver them later
+    group._to_sharded()  # reshard() has no effect after an exception in forward
+
+
 def fsdp_parameters(group: Any) -> list[ShardedParameter]:
     """Return a group's parameters in the order of their positions in a block."""
     return [

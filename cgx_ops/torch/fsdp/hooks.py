@@ -170,6 +170,7 @@ def compress(
         for group in parallel.fsdp_groups(module)
     }
     state.modules = {name for name, _ in groups.values()}
+    state.groups = list(groups)
     reducing: list[Block] = []
     installed: list[tuple[FSDPModule, tuple[Any, Any], tuple[Any, Any]]] = []
     for group, (name, module) in groups.items():
@@ -207,6 +208,7 @@ def compress(
         state.everywhere = (
             state.replicas.shards * state.replicas.group.size() == dist.get_world_size()
         )
+    state.reshard()
     for module, old, new in installed:  # all arguments are valid
         gather, reduce = map(replace_by, old, new)
         module.set_custom_all_gather(gather)

@@ -71,6 +71,7 @@ class State:
         self.trained: set[str] = set()  # names of modules with gradients to reduce
         self.modules: set[str] = set()  # names of modules, one for each sharded group
         self.parameters: set[str] = set()  # names of the model's parameters
+        self.groups: list[Any] = []  # FSDP's groups of parameters
         self._adaptation: Adaptation | None = None
         self._steps = -1
         self._reduced: set[str] = set()  # names of modules reduced in this step
@@ -82,7 +83,7 @@ class State:
         """Return the attributes for pickles, without those of this process."""
         if self._adaptation is not None:
             self._adaptation.settle()
-        return self.__dict__ | {"_adaptation": None}
+        return self.__dict__ | {"_adaptation": None, "groups": []}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint: counts, and with error feedback this rank's residuals.
@@ -154,6 +155,16 @@ class State:
         self._draws = int(state_dict["draws"])
         self.reductions = int(state_dict["reductions"])
         self._used = bool(state_dict["used"])
+        self.reshard()
+
+    def reshard(self) -> None:
+        """Free gathered weights, which are those of other settings, shards or counts.
+
+        After a forward without gradients, FSDP keeps those of the root module, and of modules with
+        reshard_after_forward=False.
+        """
+        for group in self.groups:
+            parallel.fsdp_reshard(group)
 
     def consolidate(self) -> None:
         """Replace residuals by their mean over the ranks, by parameter. Collective.

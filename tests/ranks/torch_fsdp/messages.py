@@ -107,6 +107,31 @@ def weights_in_forward() -> None:
         assert equal == (p.ndim == 1), name
 
 
+def settings_apply_to_gathered_weights() -> None:
+    """Check weights that an evaluation left gathered, before another call of compress()."""
+    x, y = batch(0)
+    for setting in (fsdp.WEIGHTS, fsdp.Differences(replace(FEW, rounding="nearest"))):
+        model = sharded(Model(), reshard_after_forward=False)
+        fsdp.compress(model, FEW, setting)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(2):
+            nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        used = []
+        for weights_now in (setting, None):
+            if weights_now is None:
+                fsdp.compress(model, None, None)
+            with torch.no_grad():
+                model(x)
+            used.append({name: p.detach().clone() for name, p in model.named_parameters()})
+        for module in (model, *model.blocks):
+            module.reshard()
+        for name, exact in weights(model).items():
+            assert tc.same_bits(used[1][name], exact), (name, setting)
+            assert tc.same_bits(used[0][name], exact) == (exact.ndim == 1), (name, setting)
+
+
 def other_layouts() -> None:
     """Weights cut by columns, and two modules that communicate as one."""
     x = tc.values(dist.get_rank(), BATCH * 6).view(BATCH, 6)
@@ -225,4 +250,4 @@ def train_on_smaller_mesh(setting: Any) -> None:
 
 
 CHECKS = [messages_equal_the_oracle, weights_in_forward, other_layouts]
-CHECKS += [hybrid, smaller_mesh_after_forward]
+CHECKS += [settings_apply_to_gathered_weights, hybrid, smaller_mesh_after_forward]

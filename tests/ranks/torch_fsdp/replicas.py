@@ -20,7 +20,7 @@ from support import torch_cases as tc
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 
 from cgx_ops import Config, Rules
 from cgx_ops.methods import low_rank
@@ -295,6 +295,21 @@ def replicas_stay_equal() -> None:
         assert same_on_all_ranks(weights(model)), (mesh, each)
 
 
+def gathered_weights_are_replaced() -> None:
+    """Check the root's weights, which an evaluation before compress() gathered."""
+    x, _ = batch(0)
+    for mesh in layouts():
+        model = sharded(Model(), mesh=mesh["shards"])
+        with torch.no_grad():
+            model.head.bias.add_(mesh["replicas"].get_local_rank())
+            model(x)
+        assert not isinstance(model.head.bias, DTensor)
+        fsdp.compress(model, None, replicas=mesh["replicas"])
+        with torch.no_grad():
+            model(x)
+        assert same_on_all_ranks({"head.bias": model.head.bias.detach()}), mesh
+
+
 def odd_layers() -> None:
     """Test frozen layers, empty shards, and parameters without gradients."""
     for mesh in layouts():
@@ -369,5 +384,5 @@ def divide_factors_equal_native() -> None:
 
 
 CHECKS = [exact_equals_native, matches_reference, full_rank_is_exact, conservation]
-CHECKS += [few_bits_by_rule, replicas_stay_equal, odd_layers, accumulates]
-CHECKS += [divide_factors_equal_native]
+CHECKS += [few_bits_by_rule, replicas_stay_equal, gathered_weights_are_replaced, odd_layers]
+CHECKS += [accumulates, divide_factors_equal_native]
