@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <thread>
+#include <utility>
 
 #include "joint_work.h"
 #include "status.h"
@@ -146,15 +147,25 @@ Backend::Inner Backend::inner() const {
 // ---- Coalescing --------------------------------------------------------------------------------
 
 void Backend::startCoalescing() {
-  const std::lock_guard<std::mutex> lock(coalescing_mutex_);
-  coalescing_.emplace();  // also replaces a block that an exception left open
+  BackendRef open;  // because of an exception in the last block
+  {
+    const std::lock_guard<std::mutex> lock(coalescing_mutex_);
+    coalescing_.emplace();
+    open = std::exchange(coalescing_inner_, {});
+  }
+  if (open) open->endCoalescing();
 }
 
 Backend::WorkRef Backend::endCoalescing() {
-  const std::lock_guard<std::mutex> lock(coalescing_mutex_);
+  std::unique_lock<std::mutex> lock(coalescing_mutex_);
   if (!coalescing_) C10_THROW_ERROR(ValueError, "endCoalescing: call startCoalescing first");
   auto works = std::move(*coalescing_);
   coalescing_.reset();
+  const BackendRef inner = std::exchange(coalescing_inner_, {});
+  lock.unlock();  // NCCL may wait for peers
+  if (inner) {
+    if (WorkRef work = inner->endCoalescing()) works.push_back(std::move(work));
+  }
   return join_works(std::move(works));
 }
 
@@ -162,6 +173,15 @@ Backend::WorkRef Backend::coalesced(WorkRef work) {
   const std::lock_guard<std::mutex> lock(coalescing_mutex_);
   if (coalescing_ && work) coalescing_->push_back(work);
   return work;
+}
+
+void Backend::coalesce_inner(at::Device device) {
+  const std::lock_guard<std::mutex> lock(coalescing_mutex_);
+  if (!coalescing_ || coalescing_inner_) return;
+  BackendRef backend = inner(device);
+  if (!backend->supportsCoalescing()) return;
+  backend->startCoalescing();
+  coalescing_inner_ = std::move(backend);
 }
 
 }  // namespace cgx::torch_ops

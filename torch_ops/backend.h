@@ -114,8 +114,10 @@ class Backend final : public c10d::Backend {
                    const int& rank, const int& size) override;
   void eagerConnectSingleDevice(at::Device device) override;
 
-  // Collectives started between these two calls share one Work. Point-to-point calls keep their
-  // own: supportsCoalescing() is false, as for gloo.
+  // Calls between startCoalescing and endCoalescing share one Work. torch puts the calls of
+  // batch_isend_irecv there only if supportsCoalescing() is true. NCCL needs that: a send may wait
+  // for its receive, so it must get those of CUDA tensors as one group. gloo does not.
+  bool supportsCoalescing() const override { return inner().count(at::kCUDA) != 0; }
   void startCoalescing() override;
   WorkRef endCoalescing() override;
 
@@ -218,6 +220,8 @@ class Backend final : public c10d::Backend {
                       Arguments&&... arguments);
   // Adds the work of a call between startCoalescing and endCoalescing to the block.
   WorkRef coalesced(WorkRef work);
+  // Between startCoalescing and endCoalescing, lets the inner backend group the block's calls, too.
+  void coalesce_inner(at::Device device);
   BackendRef related(const c10::intrusive_ptr<c10d::Store>& store, const OptionsRef& options,
                      int rank, int size);
   void close_communicator();
@@ -244,6 +248,7 @@ class Backend final : public c10d::Backend {
   std::atomic<bool> closed_{false};
   std::mutex coalescing_mutex_;
   std::optional<std::vector<WorkRef>> coalescing_;  // set between startCoalescing and endCoalescing
+  BackendRef coalescing_inner_;                     // the inner backend that groups calls, if any
 };
 
 }  // namespace cgx::torch_ops

@@ -4,6 +4,7 @@
 #include <ATen/record_function.h>
 
 #include <memory>
+#include <type_traits>
 #include <utility>
 
 #include "backend.h"
@@ -120,9 +121,11 @@ Backend::WorkRef Backend::start_inner(const char* title, at::TensorList shown, M
   WorkRef work = naming_losses(
       title, device, [&] { return (*backend.*method)(std::forward<Arguments>(arguments)...); });
   call.until(work);
-  // Point-to-point calls are not collective, so they do not count. NCCL returns no work for calls
-  // that have ended already.
-  if (!work || !c10d::isP2POp(work->retrieveOpType())) ++sequence_;
+  // Point-to-point calls are not collective, so they do not count. recv has the type of send.
+  if constexpr (!std::is_same_v<Method, decltype(&c10d::Backend::send)> &&
+                !std::is_same_v<Method, decltype(&c10d::Backend::recvAnysource)>) {
+    ++sequence_;
+  }
   return work;
 }
 

@@ -24,6 +24,7 @@ Backend::WorkRef Backend::reconfigure(const c10d::ReconfigureOptions& options) {
   {
     const std::lock_guard<std::mutex> lock(coalescing_mutex_);
     coalescing_.reset();  // a block that an error left open would keep its works
+    coalescing_inner_.reset();
   }
   {
     const std::lock_guard<std::mutex> draws_lock(draws_mutex_);

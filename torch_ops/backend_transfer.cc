@@ -61,6 +61,7 @@ Backend::WorkRef Backend::transfer(const Tensors& tensors, const Message& messag
   const int peer = message.from == rank_ ? message.to : message.from;
   const bool known = peer >= 0 && peer < size_ && peer != rank_;
   // The inner backend reports bad lists and ranks. NCCL moves CUDA tensors.
+  if (tensors.size() == 1 && !tensors[0].is_cpu()) coalesce_inner(tensors[0].device());
   if (tensors.size() != 1 || !tensors[0].is_cpu() || !known) return coalesced(start());
   const at::Tensor& tensor = tensors[0];
   Decision decision{nullptr, "not a dense tensor of float32, float16 or bfloat16"};

@@ -15,6 +15,7 @@ from support import torch_cases as tc
 from support.cuda_cases import WIRES, needs_torch_gpu, on_one_gpu, without_gpu
 from support.rank_checks import Launch, RankCheck, listed, rank_checks
 from torch import nn
+from torch._C._distributed_c10d import FakeProcessGroup
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -280,6 +281,52 @@ def test_tensors_that_the_backend_passes_to_the_core(
     if built:
         with pytest.raises(ValueError, match="tensors on cuda:0 and cuda:1; all tensors must"):
             backend.allreduce_coalesced([x, fake(600, device="cuda:1")])
+
+
+def test_messages_of_a_batch_are_one_group(
+    fake: Callable[..., torch.Tensor], comm: Communicator
+) -> None:
+    """Another backend "cgx" is in place of NCCL: it shows whether a group was started and ended."""
+
+    def made(comm: Communicator, inner: dict[str, Any]) -> Any:
+        how = _torch_ops.Compression(str(Config()), 0)
+        timeout = datetime.timedelta(seconds=5)
+        options = _torch_ops.Options(how, _torch_ops.Automatic.GRADIENTS, timeout)
+        backend: Any = _torch_ops.Backend(0, 2, comm.id, inner, False, options, lambda *_: backend)
+        return backend
+
+    (other,) = Communicator.local(1)
+    nothing = FakeProcessGroup._create_internal(0, 2)
+    nccl = made(other, {"cuda": nothing})
+    backend, x = made(comm, {"cpu": nothing, "cuda": nccl}), fake(600)
+    assert backend.supports_coalescing
+    assert not made(Communicator.local(1)[0], {"cpu": nothing}).supports_coalescing
+    outside = pytest.raises(ValueError, match="call startCoalescing first")
+
+    def exchange() -> None:
+        backend.send([x], 1, 0)
+        backend.recv([x], 1, 0)
+
+    exchange()
+    with outside:
+        nccl._end_coalescing()
+    backend._start_coalescing()
+    backend._end_coalescing().wait()
+    with outside:
+        nccl._end_coalescing()
+    backend._start_coalescing()
+    exchange()
+    backend._end_coalescing().wait()
+    with outside:
+        nccl._end_coalescing()
+    backend._start_coalescing()
+    exchange()
+    nccl._end_coalescing()  # the group was open
+    nccl._start_coalescing()
+    backend._start_coalescing()  # as after an exception
+    with outside:
+        nccl._end_coalescing()
+    assert backend._end_coalescing() is not None
 
 
 def test_start_without_cuda_in_the_build(
