@@ -15,6 +15,7 @@ from cgx_ops.torch.fsdp.block import Parameter
 FEEDBACK = ["feedback_matches_reduce_scatter", "averaged_in_eight_bits", "compressors_by_rule"]
 FEEDBACK += ["resumed_feedback_is_bitwise_equal", "bad_feedback"]
 WHOSE = ["residuals_stay_with_their_parameters", "loaded_state_can_be_consolidated"]
+WHOSE += ["residuals_fit_other_wrapping"]
 SLOW_ON_TWO = ["adaptive.*", "replicas_do_not_drift", "all_training_modes_with_differences"]
 SLOW_ON_TWO += ["training.*", "rules.*", "refusals.*", "other_layouts"]
 ON_TWO = ["messages_equal_the_oracle", "weights_in_forward", "other_layouts", "training.*"]

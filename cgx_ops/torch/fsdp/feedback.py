@@ -199,15 +199,14 @@ class Kept:
         }  # fmt: skip
 
     def load_state_dict(
-        self, state_dict: Mapping[str, Any], modules: Collection[str], parameters: Collection[str]
+        self, state_dict: Mapping[str, Any], modules: Mapping[str, Collection[str]]
     ) -> None:
         """Restore the state from what state_dict() returned.
 
         Args:
             state_dict: what it returned.
-            modules: names of the modules whose parameters are sharded together here.
-            parameters: names of the model's parameters. The residual of a module that does not
-                exist here, or has other parameters, is split by parameter.
+            modules: the names of the parameters that are sharded together here, by module. A
+                residual of other modules, or of more parameters, is split by parameter.
 
         Raises:
             InvalidArgument: the residuals are stored differently, or belong to another rank.
@@ -221,7 +220,7 @@ class Kept:
         self.counts = dict(state_dict["counts"])
         self._modules = dict(state_dict["modules"])
         for name, module in list(self._modules.items()):
-            if name not in modules or any(p.name not in parameters for p in module.parameters):
+            if any(p.name not in modules.get(name, ()) for p in module.parameters):
                 self._cut(name)
                 del self._modules[name]
                 self.counts.pop(name, None)

@@ -169,7 +169,6 @@ def compress(
         for name, module in wrapped.items()
         for group in parallel.fsdp_groups(module)
     }
-    state.modules = {name for name, _ in groups.values()}
     state.groups = list(groups)
     reducing: list[Block] = []
     installed: list[tuple[FSDPModule, tuple[Any, Any], tuple[Any, Any]]] = []
@@ -188,6 +187,7 @@ def compress(
             gather = _AllGather(block(gathered, weights), weights, state, gather)
         if gradients is not None:
             reducing.append(block(reduced, gradients))
+            state.modules[name] = set(reducing[-1].shards())
             reduce = _ReduceScatter(reducing[-1], gradients, state, reduce)
             reduce.before_first = functools.cache(functools.partial(_report, reducing, gradients))
         installed.append((module, old, (gather, reduce)))

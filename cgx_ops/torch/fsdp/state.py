@@ -69,7 +69,7 @@ class State:
         self.replicas: Replicas | None = None
         self.everywhere = True
         self.trained: set[str] = set()  # names of modules with gradients to reduce
-        self.modules: set[str] = set()  # names of modules, one for each sharded group
+        self.modules: dict[str, set[str]] = {}  # names of each sharded group's parameters
         self.parameters: set[str] = set()  # names of the model's parameters
         self.groups: list[Any] = []  # FSDP's groups of parameters
         self._adaptation: Adaptation | None = None
@@ -137,7 +137,7 @@ class State:
         by_layer: list[dict[str, Any]] = []
         if self.kept is not None:
             kept = Kept(self.kept.feedback)
-            kept.load_state_dict(state_dict["kept"], self.modules, self.parameters)
+            kept.load_state_dict(state_dict["kept"], self.modules)
             by_layer.append(kept.residuals.tensors)
         if adaptive is not None:
             by_layer.append(dict.fromkeys(adaptive.names))

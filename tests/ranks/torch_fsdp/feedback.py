@@ -294,6 +294,42 @@ def residuals_stay_with_their_parameters() -> None:
         assert tc.same_bits(third, both), feedback
 
 
+def residuals_fit_other_wrapping() -> None:
+    """Load residuals where other modules are wrapped; every parameter keeps its residual."""
+    ranks, key = dist.get_world_size(), "fsdp/reduce_scatter/"
+    rooted: Callable[[], Any] = lambda: fully_shard(Model())  # noqa: E731
+    wrapped: Callable[[], Any] = lambda: sharded(Model())  # noqa: E731
+    for feedback in (Feedback(), Feedback(bits=8, average=0.5)):
+        for one, other in ((rooted, wrapped), (wrapped, rooted)):
+            torch.manual_seed(5)
+            state = fsdp.compress(model := one(), LEVELS, feedback=feedback)
+            train(model, range(3))
+            saved, whole = state.state_dict(), {}
+            assert state.kept is not None
+            for name, module in saved["kept"]["modules"]:
+                flat = state.kept.residuals.tensors[name]
+                if feedback.bits == 8:
+                    decoded = codec.dequantize(flat.numpy().tobytes(), module.numel, config=KEPT)
+                    flat = torch.from_numpy(decoded)
+                blocks = flat.view(ranks, -1)
+                whole |= {p.name: p.cut_from(blocks) for p in module.parameters}
+            state = fsdp.compress(model := other(), LEVELS, feedback=feedback)
+            state.load_state_dict(saved)
+            with checked() as seen:
+                train(model, range(3, 5))
+            assert {name.removeprefix(key) for name in seen} == state.modules.keys()
+            for name, [(first, _), (second, _)] in seen.items():
+                want = blocks_of(model, name.removeprefix(key), whole, ranks)
+                if feedback.bits == 8:
+                    encoded = codec.quantize(want.numpy(), KEPT)
+                    decoded = codec.dequantize(encoded, want.numel(), config=KEPT)
+                    want = torch.from_numpy(decoded)
+                assert tc.same_bits(first, want), (name, feedback)
+                assert second.any()
+            assert state.kept is not None
+            assert state.kept.residuals.tensors.keys() == state.modules.keys()
+
+
 def loaded_state_can_be_consolidated() -> None:
     """Also consolidate before any backward."""
     for feedback in (Feedback(), fsdp.LOCO):
@@ -347,5 +383,5 @@ def compressors_by_rule() -> None:
 
 CHECKS = [feedback_matches_reduce_scatter, averaged_in_eight_bits, compressors_by_rule]
 CHECKS += [residuals_stay_with_their_parameters, loaded_state_can_be_consolidated]
-CHECKS += [resumed_feedback_is_bitwise_equal, bad_feedback]
+CHECKS += [residuals_fit_other_wrapping, resumed_feedback_is_bitwise_equal, bad_feedback]
 CHECKS += [consolidated_residuals_fit_any_number_of_shards]
