@@ -76,11 +76,13 @@ def test_parameters_are_found_in_blocks(dim: int, ranks: int, rows: int) -> None
 
 
 def test_state_resumes_from_its_state_dict() -> None:
-    state = fsdp.State()
+    state = fsdp.State(seed=5)
     seeds = [state.weights_seed(name) for name in ("a", "b", "a")]
     assert seeds[0] == seeds[2] != seeds[1]
     other = fsdp.State()
-    other.load_state_dict({"draws": 7, "reductions": 3, "used": 1})
-    assert other.state_dict() == {"draws": 7, "reductions": 3, "used": 1}
+    other.load_state_dict(state.state_dict())
+    assert other.weights_seed("a") == seeds[0]
+    other.load_state_dict({"seed": 5, "draws": 7, "reductions": 3, "used": 1})
+    assert other.state_dict() == {"seed": 5, "draws": 7, "reductions": 3, "used": 1}
     assert other.weights_seed("a") != seeds[0]
-    assert other.state_dict() == {"draws": 8, "reductions": 3, "used": 0}
+    assert other.state_dict() == {"seed": 5, "draws": 8, "reductions": 3, "used": 0}

@@ -51,8 +51,8 @@ class Replicas(LowRankState):
     """
 
     kept = (
-        "settings", "shards", "counts", "residuals", "factors", "next_stats_report",
-        "total_numel_before_compression", "total_numel_after_compression",
+        "settings", "shards", "seed", "random_seed", "counts", "residuals", "factors",
+        "next_stats_report", "total_numel_before_compression", "total_numel_after_compression",
     )  # fmt: skip
 
     def __init__(

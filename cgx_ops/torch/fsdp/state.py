@@ -94,8 +94,8 @@ class State:
         Returns:
             The state by name, with copies of the residuals.
         """
-        saved: dict[str, Any] = {"draws": self._draws, "reductions": self.reductions}
-        saved["used"] = int(self._used)
+        saved: dict[str, Any] = {"seed": self.seed, "draws": self._draws}
+        saved |= {"reductions": self.reductions, "used": int(self._used)}
         if self.kept is not None:
             saved["kept"] = self.kept.state_dict()
         if self.adaptive is not None:
@@ -152,7 +152,7 @@ class State:
             adaptive.keep(names)
             self.adaptive, self._adaptation = adaptive, None
             self._steps, self._reduced = int(state_dict["steps"]), set()
-        self._draws = int(state_dict["draws"])
+        self.seed, self._draws = int(state_dict["seed"]), int(state_dict["draws"])
         self.reductions = int(state_dict["reductions"])
         self._used = bool(state_dict["used"])
         self.reshard()
