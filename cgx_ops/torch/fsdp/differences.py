@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from cgx_ops import Config, Segment
-from cgx_ops._core.tables import EXACT_BITS
+from cgx_ops._core.tables import COMPRESSORS, EXACT_BITS
 from cgx_ops.config import require_feedback
 from cgx_ops.errors import InvalidArgument
 from cgx_ops.torch.backend.groups import communicator_of
@@ -66,17 +66,23 @@ class Differences:
     def __post_init__(self) -> None:
         if not isinstance(self.config, Config):
             raise TypeError(f"Differences.config is {self.config!r}; it must be a cgx_ops.Config")
-        if self.config.bits == EXACT_BITS:
+        if is_exact(self.config):
             raise InvalidArgument(
-                "Differences.config has 32 bits; exact weights need no differences: pass "
-                "weights=None, or a config with fewer bits"
+                f"Differences.config is exact ({self.config}); exact weights need no differences: "
+                "pass weights=None or weights=Config(compressor='lossless'), or a config with "
+                "fewer bits"
             )
         require_convergence(self.config, "Differences.config")
 
 
+def is_exact(config: Config) -> bool:
+    """Return whether a config has no error. Its weights are then sent instead of differences."""
+    return config.bits == EXACT_BITS or COMPRESSORS[config.compressor]["exact"]
+
+
 def require_convergence(config: Config, what: str) -> None:
     """Raise InvalidArgument if the error of a config may exceed the difference that it encodes."""
-    if config.bits == EXACT_BITS:
+    if is_exact(config):
         return
     try:
         require_feedback(replace(config, error_feedback=True))
@@ -132,7 +138,7 @@ class DifferenceGather(Custom):
             if not sent:
                 base.copy_to(output_tensor)
                 return None
-            exact = [(each.config or self._config).bits == EXACT_BITS for each in sent]
+            exact = [is_exact(each.config or self._config) for each in sent]
             message = own.clone()
             base.subtract_from(message, sent, exact)
             change_base = functools.partial(base.add, output_tensor, sent, exact)

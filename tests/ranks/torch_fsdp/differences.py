@@ -221,6 +221,25 @@ def unchanged_weights_are_not_sent() -> None:
         assert len(gathers(lambda: run(model, 8, optimizer))) == 4
 
 
+def exact_codec_by_rule() -> None:
+    """Check that a parameter of compressor "lossless" is sent whole, and only when it changed."""
+    model = sharded(Model())
+    lossless = Rules([(r"blocks\.1", {"compressor": "lossless"})])
+    fsdp.compress(model, FEW, FOUR, rules=lossless)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        before = full(model.blocks[1].linear.weight)
+        with weights_used(model) as used:
+            run(model, step, optimizer)
+        assert tc.same_bits(used[0][f"{id(model.blocks[1].linear)}"], before)
+    with recorded() as messages, torch.no_grad():
+        model(batch(3)[0])
+        model(batch(3)[0])
+    assert [m.verb for m in messages] == ["all_gather"] * 4
+    exact = [s.config and s.config.compressor == "lossless" for s in messages[2].segments]
+    assert all(exact) and len(exact) == 4
+
+
 # ---- 2. training ---------------------------------------------------------------------------------
 
 
@@ -339,7 +358,8 @@ def bad_differences() -> None:
     model = sharded(Model())
     wrong: Any = 4
     refuses(lambda: fsdp.Differences(wrong), TypeError, "Differences.config is 4")
-    refuses(lambda: fsdp.Differences(Config(bits=32)), InvalidArgument, "pass weights=None")
+    for exact in (Config(bits=32), Config(compressor="lossless")):
+        refuses(lambda c=exact: fsdp.Differences(c), InvalidArgument, "pass weights=None")
     refuses(lambda: fsdp.compress(model, None, wrong), TypeError, "weights is 4")
     noisy = Config(compressor="entropy", rate=1.0, rounding="shift")
     refuses(lambda: fsdp.Differences(noisy), InvalidArgument, "cannot send differences")
@@ -379,5 +399,5 @@ def state_loaded_on_one_rank() -> None:
 
 CHECKS = [differences_equal_the_oracle, unchanged_weights_are_not_sent, replicas_do_not_drift]
 CHECKS += [all_training_modes_with_differences, replicas_of_shards, bad_differences]
-CHECKS += [state_loaded_on_one_rank]
+CHECKS += [exact_codec_by_rule, state_loaded_on_one_rank]
 CHECKS += [resumed_differences_are_bitwise_equal, differences_fit_any_number_of_shards]
