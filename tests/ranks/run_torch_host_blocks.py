@@ -14,8 +14,16 @@ import torch.distributed as dist
 from support import torch_cases as tc
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch_fsdp import differences as of_differences
 from torch_fsdp import feedback
-from torch_fsdp.common import Model, batch, equals_the_oracle, recorded, sharded
+from torch_fsdp.common import (
+    Model,
+    batch,
+    equals_the_oracle,
+    recorded,
+    same_on_all_ranks,
+    sharded,
+)
 
 import cgx_ops
 from cgx_ops import Config
@@ -99,6 +107,30 @@ def with_feedback() -> None:
         assert messages[-1][1].any()
 
 
+def differences() -> None:
+    """Compare messages with the oracle, and the weights in use: all ranks have those of the owner.
+
+    All ranks, including the owner of a shard, use the sums of its decoded messages.
+    """
+    config = Config(4, 64, "nearest", "hierarchical")
+    model = sharded(Model())
+    gradients = replace(config, rounding="stochastic", intra_bits=8)  # without residuals
+    fsdp.compress(model, gradients, fsdp.Differences(config))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sums: dict[str, torch.Tensor] = {}
+    for index in range(4):
+        with recorded() as messages, of_differences.weights_used(model) as used:
+            of_differences.run(model, index, optimizer)
+        assert all(map(equals_the_oracle, messages)), index
+        assert same_on_all_ranks({f"{i}": w for i, w in enumerate(used[0].values())}), index
+        gathers = [m for m in messages if m.verb == "all_gather"][1:]  # without the root's
+        for block, message in zip(model.blocks, gathers, strict=True):
+            name = f"{id(block.linear)}"
+            sent = of_differences.gathered_matrix(message)
+            sums[name] = sums[name] + sent if index else sent
+            assert tc.same_bits(sums[name], used[0][name]), index
+
+
 def hybrid_sharded() -> None:
     """Shard over groups that span hosts, or lie within one, and replicate over the others."""
     for shape, names in (((2, 2), ("replicate", "shard")), ((1, 4), ("replicate", "shard"))):
@@ -117,7 +149,9 @@ def step(model: Any, gradients: Config, weights: Config) -> None:
         assert equals_the_oracle(message), (message.verb, message.config)
 
 
-CHECKS = checks.named(functions, operators, fully_sharded, with_feedback, hybrid_sharded)
+CHECKS = checks.named(
+    functions, operators, fully_sharded, with_feedback, differences, hybrid_sharded
+)
 
 
 def main() -> None:

@@ -240,6 +240,23 @@ def exact_codec_by_rule() -> None:
     assert all(exact) and len(exact) == 4
 
 
+def in_host_memory() -> None:
+    """Check that weights have the same bits with on_cpu=True, here for tensors on the CPU."""
+    found = []
+    for on_cpu in (False, True):
+        model = sharded(Model())
+        state = fsdp.compress(model, FEW, fsdp.Differences(NEAREST, on_cpu))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with weights_used(model) as used:
+            for step in range(3):
+                run(model, step, optimizer)
+        found.append([weight for seen in used for weight in seen.values()])
+        found.append(list(weights(model).values()))
+        assert state.base_nbytes
+    assert all(map(tc.same_bits, found[0], found[2])) and len(found[0]) == 6 * 4
+    assert all(map(tc.same_bits, found[1], found[3]))
+
+
 # ---- 2. training ---------------------------------------------------------------------------------
 
 
@@ -399,5 +416,5 @@ def state_loaded_on_one_rank() -> None:
 
 CHECKS = [differences_equal_the_oracle, unchanged_weights_are_not_sent, replicas_do_not_drift]
 CHECKS += [all_training_modes_with_differences, replicas_of_shards, bad_differences]
-CHECKS += [exact_codec_by_rule, state_loaded_on_one_rank]
+CHECKS += [exact_codec_by_rule, in_host_memory, state_loaded_on_one_rank]
 CHECKS += [resumed_differences_are_bitwise_equal, differences_fit_any_number_of_shards]
