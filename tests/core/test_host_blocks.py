@@ -1,6 +1,7 @@
 """Hierarchical reduce_scatter and all_gather, and all_to_all, on simulated hosts (CGX_HOST_ID).
 
-Results and residuals, bit for bit as the oracle; bytes and algorithm, as cgx_plan.
+Results and residuals, bit for bit as the oracle; bytes and algorithm, as cgx_plan; bytes between
+hosts.
 """
 
 import json
@@ -52,6 +53,31 @@ def test_against_the_oracle(hosts: str, asked: str, cases: str) -> None:
     check("sample", [rank["tcp"] for rank in ranks], of_ranks)
     for found in ("all_to_all", "tcp all_to_all"):
         check("all_to_all", [rank[found] for rank in ranks], of_ranks)
+
+
+@pytest.mark.parametrize("hosts", ["a,a,b,b", pytest.param("a,b,a", marks=pytest.mark.slow)])
+def test_bytes_between_hosts(hosts: str) -> None:
+    """Compare the bytes that each host receives with the number of encoded blocks, plus headers.
+
+    Hierarchical, a block crosses once from each other host, which has summed its values, or once
+    to this host. Otherwise every rank sends to every rank.
+    """
+    of_ranks = hosts.split(",")
+    outputs = launch.torchrun(len(of_ranks), "run_host_bytes.py", env={"CGX_TEST_HOSTS": hosts})
+    ranks = [json.loads(output.splitlines()[-1]) for output in outputs]
+    assert {rank["transport"] for rank in ranks} == {"hybrid_tcp"}
+    for host in set(of_ranks):
+        near = of_ranks.count(host)
+        far, others = len(of_ranks) - near, len(set(of_ranks)) - 1
+        for call, blocks in (
+            ("reduce_scatter hierarchical", near * others),
+            ("all_gather hierarchical", far),
+            ("reduce_scatter sra", near * far),
+            ("all_gather sra", near * far),
+        ):
+            own = [rank for rank, of_rank in zip(ranks, of_ranks, strict=True) if of_rank == host]
+            received, payload = sum(r["received"][call] for r in own), blocks * own[0]["block"]
+            assert payload <= received <= payload + 2**14, (host, call, received, payload)
 
 
 def check(cases: str, ranks: list[list[str]], hosts: tuple[int, ...]) -> None:
