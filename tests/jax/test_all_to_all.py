@@ -98,6 +98,17 @@ def test_sizes_dtypes_and_keys(size: int, check_vma: bool) -> None:
         assert same_bits(got, want), (numel, dtype, given)
 
 
+@pytest.mark.exhaustive
+def test_large_blocks() -> None:
+    """Check blocks of many chunks, which do not end at a bucket."""
+    at = [0, len(jax.devices()) - 1]  # in different processes, if there are several
+    mesh = mesh_of((2,), ("d",), [jax.devices()[place] for place in at])
+    if not has_part_in(mesh):
+        pytest.skip("this process has no device of the mesh")
+    x = normal(15, 2, 2, 2**20 + 7)
+    assert same_bits(on_mesh(mesh, exchange)(x), exchange_expected(x, at=at))
+
+
 @pytest.mark.parametrize("case", MESHES, ids=lambda case: case.name)
 def test_meshes(case: MeshCase) -> None:
     """Check every order of devices, with the same key and with a different key on each device.
