@@ -76,8 +76,8 @@ Call::Call(const ffi::RemainingArgs& args, const ffi::RemainingRets& rets, const
 // ---- Message ------------------------------------------------------------------------------------
 
 void AddSegments(const Leaf& leaf, Message* message) {
-  for (int64_t row = 0; row < leaf.batch; ++row)  // each example is reduced separately
-    message->add(leaf.numel, leaf.config, /*repeats=*/row > 0);
+  for (int64_t row = 0; row < leaf.batch; ++row)
+    message->add(leaf.numel, leaf.config, static_cast<int32_t>(row));
 }
 
 void AddLeaf(const Leaf& leaf, bool feedback, Message* message) {

@@ -82,7 +82,7 @@ class CarriedCall {
     Require(leaf.dimensions().size() == 2, "leaves");
     call_.fields.dtype = ToDtype(leaf.element_type());
     for (int64_t example = 0; example < leaf.dimensions()[0]; ++example)
-      call_.add(leaf.dimensions()[1], &config);
+      call_.add(leaf.dimensions()[1], &config, static_cast<int32_t>(example));
     AddPointers(leaf, pointers);
   }
 

@@ -91,7 +91,7 @@ class Segment(ctypes.Structure):
         ("numel", c_int64),
         ("bucket_size", c_int64),
         ("bits", c_int32),
-        ("repeats", c_int32),
+        ("example", c_int32),
         ("config", c_void_p),
     )
 

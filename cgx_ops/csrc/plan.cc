@@ -56,6 +56,8 @@ void check_segments(const cgx_collective_t& call, int64_t most) {
     require(segment.offset >= 0 && segment.numel >= 0, CGX_INVALID_ARGUMENT, "segment ", i,
             " has offset ", segment.offset, " and numel ", segment.numel,
             "; both must be at least 0");
+    require(segment.example >= 0, CGX_INVALID_ARGUMENT, "segment ", i, " has example ",
+            segment.example, "; it must be at least 0");
     require(segment.offset <= most &&
                 segment.numel <= most - (in_one_buffer ? segment.offset : 0) &&
                 segment.numel <= most - total,
@@ -281,7 +283,7 @@ Plan make_plan(const cgx_collective_t& call, int rank, int size, BuffersUsed use
     Segment segment;
     segment.numel = given.numel;
     segment.rounding = rounding_of(config);
-    segment.repeats = given.repeats != 0;
+    segment.example = given.example;
     segment.seed = call.seeds ? static_cast<uint64_t>(call.seeds[i])
                               : segment_seed(static_cast<uint64_t>(call.seed), i);
     if (call.device_seeds) {

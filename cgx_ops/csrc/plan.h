@@ -34,7 +34,7 @@ struct Segment {
   // the input.
   int64_t block_bytes = 0;
   int64_t numel = 0;
-  bool repeats = false;  // `auto` ignores it
+  int32_t example = 0;  // of a vmap; `auto` measures only the first
   RoundingMode rounding = RoundingMode::kNearest;
   uint64_t seed = 0;
   // The address of a seed in GPU memory, or null. It is the segment's seed or, if seed_number > 0,

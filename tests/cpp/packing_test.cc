@@ -89,6 +89,16 @@ void test_plan(int size, const Row& row) {
       CHECK(block.size() == expected, "%d segments of a block", int(block.size()));
 }
 
+// Segments of different examples of a vmap are not packed.
+void test_examples(const Row& row) {
+  Segments segments = kParts;
+  segments[4].example = segments[5].example = 1;
+  float anywhere[1];
+  Plan plan = make_plan(call_of(row, segments, anywhere, anywhere), 0, 2);
+  resolve_algorithm(&plan);
+  CHECK(plan.segments.size() == 4, "%d segments", int(plan.segments.size()));
+}
+
 }  // namespace
 
 int main() {
@@ -98,6 +108,7 @@ int main() {
                       {CGX_REDUCE_SCATTER, CGX_SRA}, {CGX_ALL_GATHER, CGX_SRA},
                       {CGX_ALL_TO_ALL, CGX_SRA}};
   for (const Row& row : rows) {
+    test_examples(row);
     for (const int size : {1, 2, 3, 8}) {
       test_results(Hosts(size, 0), row);
       test_plan(size, row);

@@ -8,6 +8,7 @@ jax/test_votes.py tests votes.
 """
 
 import functools
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -52,6 +53,7 @@ import cgx_ops.jax
 from cgx_ops import Config, Rules
 from cgx_ops.jax import (
     all_gather_q,
+    all_to_all_q,
     allreduce_q,
     compress_grads,
     pmean_q,
@@ -360,6 +362,56 @@ def test_vmap_and_scan(name: str) -> None:
         want = numpy_result("allreduce", x[:, i], config_of(name), key=keys[i], at=AT)
         assert all(map(same_bits, mapped[:, i], want))
         assert all(map(same_bits, scanned[:, i], want))
+
+
+@both_carriers
+@pytest.mark.parametrize("name", ["entropy", "entropy shifted", "lossless"])
+@pytest.mark.parametrize(
+    ("numels", "algorithm"),
+    [((700, 300), "auto"), ((3000, 20), "sra"), ((40_019, 17), "one_shot")],
+)
+def test_small_leaves_of_an_example_share_messages(
+    numels: tuple[int, int], algorithm: Any, name: str, carrier: Any
+) -> None:
+    """Check that examples have the bits of separate calls, also if one has much smaller values."""
+    config, keys = Config(**CASES[name], algorithm=algorithm), jax.random.split(KEY, 3)
+    scales = np.array([1, 1e-6, 100], np.float32)[None, :, None]
+    x = {
+        leaf: scales * normal(86 + i, N, 3, n)
+        for i, (leaf, n) in enumerate(zip("ab", numels, strict=True))
+    }
+
+    def body(rows: Any) -> Any:
+        one = lambda v, key: psum_q(v, "d", key=key, config=config, carrier=carrier)  # noqa: E731
+        alone = [one({leaf: v[i] for leaf, v in rows.items()}, keys[i]) for i in range(3)]
+        return jax.vmap(one)(rows, keys), alone
+
+    mapped, alone = run(body, x)
+    for i, leaf in itertools.product(range(3), x):
+        assert same_bits(mapped[leaf][:, i], alone[i][leaf]), (leaf, i)
+        assert np.count_nonzero(mapped[leaf][:, i]) > x[leaf].shape[-1], (leaf, i)
+
+
+@one_process
+@pytest.mark.parametrize("name", ["psum_scatter_q", "all_gather_q", "all_to_all_q"])
+def test_small_examples_of_other_collectives(name: str) -> None:
+    function = {
+        "psum_scatter_q": psum_scatter_q,
+        "all_gather_q": all_gather_q,
+        "all_to_all_q": functools.partial(all_to_all_q, split_axis=0, concat_axis=0),
+    }[name]
+    config = Config(**CASES["entropy"])
+    shape = (3, 700) if name == "all_gather_q" else (3, N, 700)
+    scales = np.array([1, 1e-6, 100], np.float32).reshape(3, *(1,) * (len(shape) - 1))
+    x = scales * normal(88, N, *shape)
+
+    def body(rows: Any) -> Any:
+        one = lambda v: function(v, axis_name="d", config=config)  # noqa: E731
+        return jax.vmap(one)(rows), [one(rows[i]) for i in range(3)]
+
+    mapped, alone = run(body, x)
+    for i in range(3):
+        assert same_bits(mapped[:, i], alone[i]), i
 
 
 def test_examples_under_one_key_have_different_indices() -> None:

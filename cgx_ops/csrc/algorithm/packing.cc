@@ -26,7 +26,7 @@ bool same_settings(const Segment& a, const Segment& b) {
     return left == right;
   };
   return std::equal(a.codecs.each.begin(), a.codecs.each.end(), b.codecs.each.begin(), same) &&
-         a.rounding == b.rounding && a.repeats == b.repeats && !a.residual == !b.residual;
+         a.rounding == b.rounding && a.example == b.example && !a.residual == !b.residual;
 }
 
 class PackedAlgorithm final : public Algorithm {

@@ -48,7 +48,7 @@ cgx_algorithm_t pick_algorithm(const Plan& plan) {
   int64_t bytes = 0;
   for (const auto& segment : plan.segments) {
     if (row->bytes == INT64_MAX) break;  // stop early for long lists
-    if (segment.repeats) continue;
+    if (segment.example > 0) continue;
     bytes += make_codec(segment.codecs[stage])->max_bytes(segment.numel);
     while (bytes > row->bytes) ++row;
   }

@@ -34,13 +34,13 @@ class CallBuilder {
   std::shared_ptr<const void> own_held;  // owns the configs passed to add(), if needed
 
   // Appends a segment of `numel` elements and returns its offset. `own` is its config, which must
-  // outlive this object; null: fields.config, which must be set before this call. `repeats`: see
+  // outlive this object; null: fields.config, which must be set before this call. `example`: see
   // cgx_segment_t.
-  int64_t add(int64_t numel, const cgx_config_t* own = nullptr, bool repeats = false) {
+  int64_t add(int64_t numel, const cgx_config_t* own = nullptr, int32_t example = 0) {
     const cgx_config_t& config = own ? *own : fields.config;
     if (fields.num_segments == 1) segments_.push_back(first_);
     const cgx_segment_t segment{
-        end_, numel, config.bucket_size, static_cast<int32_t>(config.bits), repeats, own};
+        end_, numel, config.bucket_size, static_cast<int32_t>(config.bits), example, own};
     if (fields.num_segments++ == 0)
       first_ = segment;
     else

@@ -304,8 +304,9 @@ typedef struct cgx_segment_t {
   int64_t numel;       /**< Number of elements, >= 0. */
   int64_t bucket_size; /**< Replaces config.bucket_size. */
   int32_t bits;        /**< Replaces config.bits. */
-  int32_t repeats; /**< 1: CGX_AUTO ignores this segment when it measures the message. JAX's vmap
-                        uses it, so that each example is reduced as if it were alone. */
+  int32_t example;     /**< The number of the example of JAX's vmap, >= 0. CGX_AUTO measures only
+                            example 0, and small segments share messages only within an example, so
+                            that each example is reduced as if it were alone. */
   const cgx_config_t* config; /**< This segment's config, except for the algorithm; NULL: the
                                    call's. */
 } cgx_segment_t;

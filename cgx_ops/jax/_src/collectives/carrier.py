@@ -161,17 +161,17 @@ class _Plan:
 def _plan(leaves: list[jax.ShapeDtypeStruct], ranks: int, settings: "Settings") -> _Plan:
     """Plan a call for leaves (batch, n). "auto" chooses by the size of one example."""
     segments: list[tuple[int, int, Config]] = []
-    repeats: list[bool] = []
+    examples: list[int] = []
     end = 0
     for leaf, config in zip(leaves, settings.configs, strict=True):
         for example in range(leaf.shape[0]):
             segments.append((end, leaf.shape[1], config))
-            repeats.append(example > 0)
+            examples.append(example)
             end += leaf.shape[1]
     dtype = tables.DTYPES[leaves[0].dtype.name]
     call = build("allreduce", settings.op, settings.configs[0], segments, dtype=dtype)
-    for i, repeated in enumerate(repeats):
-        call.segments[i].repeats = repeated
+    for i, example in enumerate(examples):
+        call.segments[i].example = example
     carried = structs.Carried(rank=0, size=ranks, call=pointer(call))
     resolved, scatter, gather = c_int32(), (c_int64 * ranks)(), (c_int64 * ranks)()
     library.call("cgx_carried_plan", byref(carried), byref(resolved), scatter, gather)
