@@ -48,6 +48,7 @@ class CarriedCall {
     call_.seeds = ReadSeeds(seeds);
     carried_.rank = static_cast<int32_t>(*rank.typed_data());
     carried_.size = GetInt32(attributes, "size");
+    carried_.devices = static_cast<int32_t>(call_.fields.divisor / carried_.size);
   }
   CarriedCall(const CarriedCall&) = delete;
 
@@ -183,9 +184,11 @@ void Encode(ffi::Dictionary attributes, U32Buffer rank, U32Buffer seeds,
     bytes = call.scatter_bytes();
     bytes[call.rank()] = 0;
   }
-  const int64_t length = RowLength(*messages, static_cast<int64_t>(bytes.size()), bytes);
-  check(cgx_carried_encode(call.get(), messages->typed_data(),
-                           std::accumulate(bytes.begin(), bytes.end(), int64_t{0})));
+  const auto rows = static_cast<int64_t>(bytes.size());
+  const int64_t length = RowLength(*messages, rows, bytes);
+  // All rows but the rank's own are sent, with their padding.
+  const int64_t sent = call.one_shot() ? length : (rows - 1) * length;
+  check(cgx_carried_encode(call.get(), messages->typed_data(), sent));
   SpreadRows(bytes, length, Bytes(*messages));
 }
 

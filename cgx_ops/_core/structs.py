@@ -169,6 +169,7 @@ class Carried(_Sized):
         ("rank", c_int32),
         ("size", c_int32),
         ("call", POINTER(Collective)),
+        ("devices", c_int32),
     )
 
 

@@ -40,6 +40,7 @@ from cgx_ops.jax import pmean_q, psum_q
 from cgx_ops.jax._src.collectives import mesh_groups
 from cgx_ops.jax._src.collectives.calls import call_attributes
 from cgx_ops.jax._src.runtime import handlers
+from cgx_ops.stats import traffic
 
 use_cpu_devices(8)
 
@@ -212,6 +213,13 @@ def sent(case: Case, mesh: Mesh) -> dict[str, list[list[int]]]:
     return shapes
 
 
+def counted(case: Case) -> int:
+    """Return the bytes that the devices count as sent in a call."""
+    before = traffic("cgx_carried_traffic").bytes_sent
+    run(case, mesh_of((8,), ("d",)), "d")
+    return traffic("cgx_carried_traffic").bytes_sent - before
+
+
 def payload(case: Case, ranks: int) -> int:
     """Return the bytes that all ranks send with the native carrier, from cgx_plan."""
     total = 0
@@ -258,6 +266,13 @@ def test_bytes_of_one_shot() -> None:
     assert 8 * 7 * rows * length == payload(case, 8)
 
 
+@pytest.mark.parametrize("case", [Case(17 * 512), Case(5000, 3, algorithm="one_shot")], ids=str)
+def test_counted_bytes(case: Case) -> None:
+    """Check that each device counts all rows that it sends, with their padding."""
+    shapes = sent(case, mesh_of((8,), ("d",))).values()
+    assert counted(case) == sum(8 * 7 * shape[-1] for (shape,) in shapes)
+
+
 def test_no_message_crosses_processes_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     """Check that each of four devices in two processes sends a quarter, and they share the rest."""
     monkeypatch.setattr(mesh_groups, "processes_of", lambda *_: [0, 0, 0, 0, 1, 1, 1, 1])
@@ -267,6 +282,7 @@ def test_no_message_crosses_processes_twice(monkeypatch: pytest.MonkeyPatch) -> 
     assert shapes["all_to_all"] == [[2, one // 4]]
     assert shapes["all_gather"] == [[1, 2, one // 4], [1, one // 4], [1, 2, one // 4]]
     assert 2 * one * 2 == payload(case, 2)
+    assert counted(case) == payload(case, 2)
 
 
 @pytest.mark.parametrize("step", ["encode", "reduce"])

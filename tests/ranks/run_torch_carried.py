@@ -29,6 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from cgx_ops import Config, InvalidArgument
+from cgx_ops.stats import traffic
 from cgx_ops.torch.averaging.exchange import Exchange
 
 coalesced: Any = torch.ops.cgx.quantized_allreduce_coalesced
@@ -328,9 +329,11 @@ def payload(group: Group, numel: int, bits: int) -> int:
 
 def wire(group: Group) -> None:
     for numel, bits in itertools.product((0, 17, 513, 5000, 2**20 + 7), (1, 4, 8, 32)):
+        before = traffic("cgx_carried_traffic").bytes_sent
         with Sent(group) as sent:
             options = group.options(algorithm="sra", rounding="nearest")
             tc.allreduce(tc.values(group.rank, numel), bits, 64, **options)
+        assert traffic("cgx_carried_traffic").bytes_sent - before == sent.bytes, (numel, bits)
         if group.size == 1:
             assert sent.bytes == 0
             continue

@@ -2,8 +2,10 @@
 // may be null.
 #include "algorithm/carried.h"
 
+#include <algorithm>
 #include <initializer_list>
 #include <utility>
+#include <vector>
 
 #include "api/api.h"
 #include "device/addresses.h"
@@ -25,14 +27,20 @@ Carried make_carried(const cgx_carried_t* carried, BuffersUsed used) {
 // Multiplies the bytes for each peer by their number.
 int64_t to_peers(const cgx_carried_t& carried, int64_t bytes) { return (carried.size - 1) * bytes; }
 
-void count(const cgx_carried_t& carried, const Carried& made, int64_t message_bytes) {
-  int64_t sent = to_peers(carried, message_bytes);
-  if (made.plan().algorithm != CGX_ONE_SHOT) {
-    sent = 0;
-    for (int32_t owner = 0; owner < carried.size; ++owner)
-      if (owner != carried.rank) sent += made.scatter_bytes(owner);
+// A device's part of the bytes of its rank.
+int64_t part_of(const cgx_carried_t& carried, int64_t bytes) {
+  return bytes / std::max(carried.devices, 1);
+}
+
+// Counts a call whose encoded messages have `bytes` with their padding.
+void count(const cgx_carried_t& carried, const Carried& made, int64_t bytes) {
+  int64_t sent = to_peers(carried, bytes);
+  if (!made.one_shot()) {
+    const std::vector<int64_t> at = made.encoded_at();
+    sent = bytes - (at[carried.rank + 1] - at[carried.rank]);  // room for this rank is not sent
   }
-  Traffic::carried().add(1, made.plan().bytes_in(), made.plan().bytes_plain(), sent);
+  Traffic::carried().add(1, part_of(carried, made.plan().bytes_in()),
+                         part_of(carried, made.plan().bytes_plain()), part_of(carried, sent));
 }
 
 // Checks a caller's buffer. Void may be const.
@@ -100,7 +108,7 @@ cgx_status_t cgx_carried_reduce(const cgx_carried_t* carried, const void* arrive
         *carried->call, made, {{"arrived", arrived}, {"message", message}},
         [&] { made.reduce(from, to); },
         [&](const auto& steps, auto& queue) { steps.reduce(queue, from, to); });
-    Traffic::carried().add_sent(to_peers(*carried, message_bytes));
+    Traffic::carried().add_sent(part_of(*carried, to_peers(*carried, message_bytes)));
   });
 }
 

@@ -576,6 +576,8 @@ typedef struct cgx_carried_t {
   const cgx_collective_t* call; /**< The allreduce. comm and name are ignored; the algorithm must be
                                      CGX_AUTO, CGX_ONE_SHOT or CGX_SRA; a NULL noise_rank means
                                      `rank`. */
+  int32_t devices; /**< Devices of this rank that take the same steps, each of which sends an equal
+                        part of the messages. Statistics count a part per call. 0 means 1. */
 } cgx_carried_t;
 
 /** Report the algorithm and the sizes of the messages.
@@ -593,7 +595,8 @@ CGX_API cgx_status_t cgx_carried_plan(const cgx_carried_t* carried, int32_t* alg
  *
  * @param carried The arguments. The call's output may be NULL.
  * @param[out] messages The messages, contiguous.
- * @param bytes Size of the buffer; at least that of the messages. Unused bytes become 0.
+ * @param bytes Size of the buffer; at least that of the messages. Unused bytes become 0, and count
+ *     as sent.
  * @return CGX_OK, CGX_INVALID_ARGUMENT, CGX_UNSUPPORTED, or CGX_SYSTEM if CUDA fails. */
 CGX_API cgx_status_t cgx_carried_encode(const cgx_carried_t* carried, void* messages,
                                         int64_t bytes);
@@ -605,7 +608,8 @@ CGX_API cgx_status_t cgx_carried_encode(const cgx_carried_t* carried, void* mess
  * @param arrived_bytes Size of the buffer: the planned bytes of these messages (on GPUs, of all
  *     ranks).
  * @param[out] message The message to all ranks.
- * @param message_bytes Size of the buffer; at least that of the message. Unused bytes become 0.
+ * @param message_bytes Size of the buffer; at least that of the message. Unused bytes become 0, and
+ *     count as sent.
  * @return CGX_OK, CGX_INVALID_ARGUMENT, CGX_UNSUPPORTED, CGX_MISMATCH, or CGX_SYSTEM if CUDA fails.
  */
 CGX_API cgx_status_t cgx_carried_reduce(const cgx_carried_t* carried, const void* arrived,
