@@ -17,7 +17,7 @@ DAILY += ["deep_gradient.values.default_method", "deep_gradient.values.not_finit
 DAILY += ["deep_gradient.state.resumed", "optimizers"]
 DAILY += ["diloco.*", "diloco_ranks.*", "hooks.together.*", "hooks.again.*"]
 DAILY += ["by_name", "bad_names", "zero_redundancy", "post_local_sgd"]
-DAILY += ["optim.resumed_on_other_rank_count"]
+DAILY += ["optim.resumed_on_other_rank_count", "optim.exact_by_rules", "optim.mismatched_settings"]
 DAILY += [f"hooks.*.{check}" for check in ("matches_reference", "bytes_sent", "resumed")]
 DAILY += ["hooks.grad_scaler.*", "hooks.failing_rank.*"]
 # Ambient settings; skipped steps and failures on one rank, with a deadline of 300 seconds.

@@ -220,6 +220,7 @@ class ExchangingOptimizer(Optimizer):
     def _require_same_states(self, *, by_scaler: bool) -> None:
         """Compare parameters and settings across ranks. Collective."""
         fields: dict[str, object] = {"step": self.exchange.steps, "a GradScaler:": by_scaler}
+        fields |= self._settings()
         for i, settings in enumerate(self._common()["groups"]):
             fields |= {f"group {i}'s {name}": value for name, value in settings.items()}
         for i, p in enumerate(p for group in self.param_groups for p in group["params"]):
@@ -235,6 +236,10 @@ class ExchangingOptimizer(Optimizer):
             error=InvalidArgument,
         )
         self._compared = True
+
+    def _settings(self) -> dict[str, object]:
+        """Return the settings, besides those of parameter groups, that are equal on all ranks."""
+        return {name: getattr(self.exchange, name) for name in ("config", "rules", "carrier")}
 
     # ---- 4. changes of members -------------------------------------------------------------------
 

@@ -228,6 +228,10 @@ class CompressedAdamW(ExchangingOptimizer):
             each.state["exp_avg"] = u * d
         return found
 
+    def _settings(self) -> dict[str, object]:
+        own = ("schedule", "warmup_steps", "refreshes", "warmup_config")
+        return super()._settings() | {name: getattr(self, name) for name in own}
+
     def _common(self) -> dict[str, Any]:
         return super()._common() | {"schedule": self.schedule}
 

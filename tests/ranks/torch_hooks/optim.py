@@ -32,7 +32,7 @@ from torch_training import (
     weights_of,
 )
 
-from cgx_ops import Communicator, Config, InvalidArgument
+from cgx_ops import Communicator, Config, InvalidArgument, Rules
 from cgx_ops.torch.ddp import CommHookType
 from cgx_ops.torch.optim import CompressedAdamW, Signum
 
@@ -592,3 +592,15 @@ CHECKS += [conservation, carried_by_torch, bytes_sent, convergence]
 CHECKS += [without_gradients, not_finite, sixteen_bits, resumed]
 CHECKS += [resumed_in_automatic_warm_up, resumed_on_other_rank_count]
 CHECKS += [bad_settings, bad_states, mismatched_settings]
+    gloo: Any = dist.new_group(backend="gloo")
+    own = Config(bits=4 + RANK, error_feedback=False)
+    for by in ({}, {"carrier": "c10d", "process_group": gloo}):
+        for options, words in (
+            ({"warmup_steps": 10 + RANK}, "warmup_steps 10, rank 1 has 11"),
+            ({"refreshes": 2 + RANK}, "refreshes 2, rank 1 has 3"),
+            ({"config": own}, "config bits=4 "),
+            ({"warmup_config": own}, "warmup_config bits=4 "),
+            ({"rules": Rules([("0", 8 - RANK)])}, "rules Rules([('0', {'bits': 8})"),
+        ):
+            optimizer = MAKERS["compressed_adamw"](network().parameters(), **by, **options)
+            fails(InvalidArgument, f"rank 0 has {words}", optimizer.step)
