@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from cgx_ops._core.tables import EXACT_BITS
+from cgx_ops._core.tables import COMPRESSORS, EXACT_BITS
 from cgx_ops.config import Config
 from cgx_ops.errors import InvalidArgument, require_integer
 
@@ -63,6 +63,20 @@ def checked_warmup_config(caller: str, config: Any, momentum: Config) -> Config:
             f"{caller}: warmup_config has error feedback, but the residuals belong to the momentum:"
             " add error_feedback=False"
         )
+    return config
+
+
+def config_of_gradients(config: Config, momentum: Config) -> Config:
+    """Return the settings of one parameter's gradients, exact if its momentum is exact.
+
+    Args:
+        config: The result of checked_warmup_config().
+        momentum: Settings of the parameter's momentum.
+    """
+    if momentum.bits == EXACT_BITS:
+        return config.with_own(bits=EXACT_BITS)
+    if COMPRESSORS[momentum.compressor]["exact"]:
+        return config.with_own(compressor=momentum.compressor)
     return config
 
 

@@ -158,6 +158,32 @@ def test_recommended_codecs() -> None:
         assert np.abs(fetch(params["a"]).ravel() - want.x).max() <= 1e-5 * np.abs(want.x).max(), i
 
 
+def test_lossless_leaves_are_exact_in_both_kinds_of_steps() -> None:
+    mesh, rows, ends = mesh_with(2), rows_of(2, 14), []
+    for own in ({"compressor": "lossless"}, {"bits": 32}):
+        rules = Rules([("bias", 32), ("a", own)], exact_vectors=False)
+        optimizer = adam(mesh, rules=rules)
+        step, state, params = program_of(optimizer, mesh), placed(optimizer, mesh), WEIGHTS
+        for i in range(14):
+            params, state = step(params, state, {leaf: x[i] for leaf, x in rows.items()})
+        ends.append(fetch(params))
+    assert all(same_bits(ends[0][leaf], ends[1][leaf]) for leaf in SHAPES)
+
+
+def test_variance_steps_leave_decaying_residuals() -> None:
+    mesh, rows = mesh_with(2), rows_of(2, 12)
+    optimizer = adam(mesh, warmup_steps=2, config=replace(ONE_BIT, residual_decay=0.5))
+    step, state, params = program_of(optimizer, mesh), placed(optimizer, mesh), WEIGHTS
+    kept = 0
+    for i in range(12):
+        due, before = int(state[0].schedule.due), fetch(state[0].residual["a"])
+        params, state = step(params, state, {leaf: x[i] for leaf, x in rows.items()})
+        after = fetch(state[0].residual["a"])
+        assert same_bits(after, before) == (i == due), i
+        kept += i == due and before.any()
+    assert kept
+
+
 def test_conservation() -> None:
     """Check that momenta plus old residuals equal the average (as a sum) plus new residuals."""
     mesh, rows = mesh_with(4), rows_of(4, 16)

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from cgx_ops import Config, Rules, Segment
+from cgx_ops._core.adam import config_of_gradients
 from cgx_ops._core.tables import EXACT_BITS
 from cgx_ops.errors import InvalidArgument
 from cgx_ops.rules import require_rules
@@ -205,8 +206,10 @@ class Exchange(AveragingState):
         found = [Layer(n, x.dim(), x.numel()) for n, x in zip(names, tensors, strict=True)]
         segments = segments_of(rules, found, starts[:-1], config)
         if own is not None:
+            segments = [
+                replace(s, config=config_of_gradients(own, s.config or config)) for s in segments
+            ]
             config = own
-            segments = [replace(s, config=_unless_exact(s.config, config)) for s in segments]
         kept = self.residuals_of(self.caller, config, found, segments, tensors)
         lost, keep = decayed(kept, config, segments, copies=True)
         seeds = self.seeds_of([f"{self.caller}/{name}" for name in names], step)
@@ -278,10 +281,6 @@ def _with_one_bit(config: Config) -> Config:
     if config.bits == EXACT_BITS:
         return config
     return replace(config, value_bits=1, error_feedback=None)
-
-
-def _unless_exact(of_rules: Config | None, config: Config) -> Config:
-    return EXACT if of_rules is not None and of_rules.bits == EXACT_BITS else config
 
 
 def check_parameters(caller: str, parameters: Sequence[torch.Tensor]) -> None:

@@ -170,6 +170,20 @@ def warm_up_that_ends_by_itself() -> None:
         assert ended == last, ended
 
 
+def exact_by_rules() -> None:
+    """Check that "lossless" makes a parameter exact in both kinds of steps, as 32 bits do."""
+    ends = []
+    for own in ({"compressor": "lossless"}, {"bits": 32}):
+        model = network()
+        run(
+            model,
+            MAKERS["compressed_adamw"](model.parameters(), rules=Rules([("0", own)])),
+            range(14),
+        )
+        ends.append(weights_of(model))
+    assert torch.equal(*ends)
+
+
 def as_adamw() -> None:
     """Check that exact variance steps are torch's AdamW on the mean gradient."""
     for betas in ((0.9, 0.999), (0.5, 0.9), (0.0, 0.9)):
@@ -579,19 +593,6 @@ def mismatched_settings() -> None:
         fails(InvalidArgument, "rank 0 has parameter 0 of shape", make(model.parameters()).step)
         optimizer = make(network().parameters(), lr=0.1 + RANK)
         fails(InvalidArgument, "rank 0 has group 0's lr 0.1, rank", optimizer.step)
-
-
-CHECKS = [
-    matches_reference,
-    recommended_codecs,
-    warm_up_that_ends_by_itself,
-    as_adamw,
-    tiny_variances,
-]
-CHECKS += [conservation, carried_by_torch, bytes_sent, convergence]
-CHECKS += [without_gradients, not_finite, sixteen_bits, resumed]
-CHECKS += [resumed_in_automatic_warm_up, resumed_on_other_rank_count]
-CHECKS += [bad_settings, bad_states, mismatched_settings]
     gloo: Any = dist.new_group(backend="gloo")
     own = Config(bits=4 + RANK, error_feedback=False)
     for by in ({}, {"carrier": "c10d", "process_group": gloo}):
@@ -604,3 +605,17 @@ CHECKS += [bad_settings, bad_states, mismatched_settings]
         ):
             optimizer = MAKERS["compressed_adamw"](network().parameters(), **by, **options)
             fails(InvalidArgument, f"rank 0 has {words}", optimizer.step)
+
+
+CHECKS = [
+    matches_reference,
+    recommended_codecs,
+    warm_up_that_ends_by_itself,
+    exact_by_rules,
+    as_adamw,
+    tiny_variances,
+]
+CHECKS += [conservation, carried_by_torch, bytes_sent, convergence]
+CHECKS += [without_gradients, not_finite, sixteen_bits, resumed]
+CHECKS += [resumed_in_automatic_warm_up, resumed_on_other_rank_count]
+CHECKS += [bad_settings, bad_states, mismatched_settings]

@@ -18,10 +18,10 @@ from cgx_ops._core.adam import (
     WarmupSteps,
     checked_warmup_config,
     checked_warmup_steps,
+    config_of_gradients,
     kept_by_interval,
     longest_update,
 )
-from cgx_ops._core.tables import EXACT_BITS
 from cgx_ops.config import Config, Keywords
 from cgx_ops.errors import require_integer, require_share
 from cgx_ops.jax._src.collectives.mesh_groups import Axes, mesh_groups
@@ -288,9 +288,8 @@ class _VarianceOptions(Options):
 
     def of(self, path: Any, leaf: Any) -> Config:
         """Return the Config of a leaf."""
-        if self.momentum.of(path, leaf).bits == EXACT_BITS:
-            return self.config.with_own(bits=EXACT_BITS)
-        return replace(self.momentum, config=self.config, rules=None).of(path, leaf)
+        config = config_of_gradients(self.config, self.momentum.of(path, leaf))
+        return replace(self.momentum, config=config, rules=None).of(path, leaf)
 
     def with_key(self, key: jax.Array | None) -> "Options":
         """Return these options with another key."""
