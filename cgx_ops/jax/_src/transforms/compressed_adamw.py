@@ -228,11 +228,13 @@ def compressed_adamw(
         root = math.sqrt(groups.size)
         factors = jnp.array([kept_of, [1 - kept for kept in kept_of]], jnp.float32)
 
-        def own_of(path: Any, g: jax.Array, e: jax.Array | None) -> jax.Array | None:
-            decay = options.of(path, g).residual_decay
-            return own_residual(caller, path, g, e, keeps=keeps(path, g), decay=decay)
+        def residual_of(path: Any, g: jax.Array, e: jax.Array | None) -> jax.Array | None:
+            return own_residual(caller, path, g, e, keeps=keeps(path, g))
 
-        residual = jax.tree_util.tree_map_with_path(own_of, gradients, state.residual)
+        def decayed(path: Any, g: jax.Array, e: jax.Array | None) -> jax.Array | None:
+            return None if e is None else e * options.of(path, g).residual_decay
+
+        residual = jax.tree_util.tree_map_with_path(residual_of, gradients, state.residual)
 
         def averaged(how: Options, x: Any, lost: Any, message: str) -> Any:
             how = how.at_step(state.step).of_message(message)
@@ -262,7 +264,8 @@ def compressed_adamw(
                 return jnp.clip(u, -root * most, root * most) + (u - u)
 
             own = jax.tree.map(own_of, followed(state.mu, gradients, b1), below)
-            mean, lost = averaged(options, own, residual, "momentum")
+            kept = jax.tree_util.tree_map_with_path(decayed, gradients, residual)
+            mean, lost = averaged(options, own, kept, "momentum")
             steps = jax.tree.map(lambda u: jnp.clip(u, -most, most), mean)
             mu = jax.tree.map(jnp.multiply, steps, below)
             return steps, mu, state.nu, state.weight, state.schedule, lost
