@@ -147,7 +147,7 @@ class AdaptiveBits:
             Unsupported: Its error cannot be predicted.
         """
         if config.compressor == "entropy":
-            self._check_for_rates()
+            self._check_for_rates(config)
         try:
             for bits in self.choices or (EXACT_BITS,):
                 predicted_error(0.0, bits, config)
@@ -306,8 +306,13 @@ class AdaptiveBits:
         statistics = [n * s / counted for n, s in zip(sample.numels, sums, strict=True)]
         return self._decide(dict(zip(sample.names, sample.numels, strict=True)), statistics, config)
 
-    def _check_for_rates(self) -> Literal["squared", "norm"]:
+    def _check_for_rates(self, config: Config) -> Literal["squared", "norm"]:
         """Return the budget of rates; raise InvalidArgument if a setting is not for "entropy"."""
+        if config.bits == EXACT_BITS:
+            raise InvalidArgument(
+                "AdaptiveBits: compressor is 'entropy' and bits is 32, which sends exact values "
+                "without a rate: leave bits out"
+            )
         given = "choices" if self.choices is not None else "alpha" if self.alpha != 1 else None
         if given is not None:
             raise InvalidArgument(
@@ -333,7 +338,7 @@ class AdaptiveBits:
 
         found: Sequence[float]
         if config.compressor == "entropy":
-            budget = self._check_for_rates()
+            budget = self._check_for_rates(config)
             found = allocate_rates(statistics, counts, budget, config=config)
             worth = lost(found) <= _BETTER * lost(now) or _total(counts, now) > _TOTAL * bits_of(
                 config

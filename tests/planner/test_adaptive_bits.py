@@ -162,6 +162,14 @@ def test_settings_of_bits_are_refused_for_rates(settings: dict, says: str) -> No
     bits.check(replace(CONFIG, error_feedback=False))
 
 
+def test_exact_values_have_no_rate() -> None:
+    bits, exact = AdaptiveBits(every=1, samples=1), replace(RATE, bits=32)
+    with pytest.raises(InvalidArgument, match="bits is 32, which sends exact values"):
+        bits.check(exact)
+    with pytest.raises(InvalidArgument, match="bits is 32, which sends exact values"):
+        _fed(bits, [SPREAD] * 3, config=exact)
+
+
 def test_rates_of_two_ranks_are_equal() -> None:
     """The ranks have different values; only the averages of their statistics count."""
 
