@@ -120,6 +120,39 @@ def test_outliers_cost_bits_only(rate: float) -> None:
     assert rate - 0.01 <= 8 * length / BLOCK <= 1.02 * rate
 
 
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+@pytest.mark.parametrize(("numel", "rate"), [(17, 2.0), (17, 8.0), (100, 8.0), (24, 0.25)])
+def test_outliers_and_codes_of_fixed_length(numel: int, rate: float, rounding: Rounding) -> None:
+    """Check the bound of a step that follows from the largest magnitude."""
+    x = (np.random.default_rng(3).standard_normal(numel) * 1e-30).astype(np.float32)
+    x[numel // 2] = 1e30
+    decoded, _ = round_trip(x, rate, rounding)
+    width = min(8, 8 * (max(12, int(numel * rate / 8)) - 6) // numel)
+    steps = 2**width - 1 if rounding == "nearest" else 2**width - 2
+    assert np.abs(decoded - np.float64(x)).max() <= 1e30 / steps * (1 + 2**-13)
+    x[numel // 2] = decoded[numel // 2] = 0
+    assert rounding == "shift" or not decoded.any()
+
+
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+@pytest.mark.parametrize(("numel", "rate"), [(100, 2.0), (128, 2.0), (128, 0.5), (4096, 0.25)])
+def test_outliers_of_short_blocks(numel: int, rate: float, rounding: Rounding) -> None:
+    x = (np.random.default_rng(4).standard_normal(numel) * 1e-30).astype(np.float32)
+    x[numel // 2] = 1e30
+    assert round_trip(x, rate, rounding)[0][numel // 2] == x[numel // 2]
+
+
+@pytest.mark.parametrize("outliers", [1, 2, 3])
+@pytest.mark.parametrize("numel", [100, 128, 200])
+def test_outliers_without_room(numel: int, outliers: int) -> None:
+    """Check that outliers that cannot be sent exactly are rounded, and do not become 0."""
+    x = (np.random.default_rng(5).standard_normal(numel) * 1e-30).astype(np.float32)
+    x[7 : 7 + outliers] = [1e30, -3e29, 7e29][:outliers]
+    decoded, _ = round_trip(x, 0.25)
+    found = decoded[7 : 7 + outliers] / x[7 : 7 + outliers]
+    assert (np.abs(found - 1) < 0.5).all()
+
+
 def test_denormal_values() -> None:
     """Check that values far below the smallest step become 0, and are kept by feedback."""
     x = (np.random.default_rng(2).standard_normal(4096) * 1e-40).astype(np.float32)

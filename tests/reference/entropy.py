@@ -128,7 +128,7 @@ def encode_block(
             return block
         if key >= search.highest:
             return bytes([_CONSTANT])
-        key, move = min(key + move, search.highest), 2 * move
+        key, move = min(key + move, search.highest), min(2 * move, OCTAVE)
 
 
 def decode_block(block: bytes, numel: int) -> Float32s:

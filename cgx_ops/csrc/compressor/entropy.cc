@@ -383,7 +383,8 @@ class Entropy final : public Codec {
     int64_t key = search.run(levels, [&](const EntropyLevels& found) {
       return size_of_block(found, numel, search.grid(kLowestKey));
     });
-    for (int64_t move = kOctave / 64;; move *= 2) {
+    // Longer moves could pass all steps with which an outlier is not 0.
+    for (int64_t move = kOctave / 64;; move = std::min(2 * move, kOctave)) {
       EntropyGrid grid = search.grid(key);
       grid.dither = dither;
       if (!dithered) grid.shift = static_cast<float>(search.shift_at(key)) / 256;
