@@ -47,7 +47,8 @@ class PlannedAllreduceState(HookState):
 
     All ranks use the same arguments, except for the process group. Results do not depend on the
     plan, nor on changes of the plan: bits, noise and residuals follow from config, rules and
-    layers. The bits of the plan are not used.
+    layers. Small layers of compressor "entropy" are an exception: those of a group share blocks.
+    The bits of the plan are not used.
 
     Args:
         plan: which parameters share a message, by their names in the model.

@@ -34,8 +34,9 @@ class QuantizedAllreduceState(HookState):
 
     All ranks use the same arguments, except for the process group. Save the state with each
     checkpoint: `state_dict` and `load_state_dict` cover config, rules, step count and residuals, so
-    that a resumed run continues bit for bit. torch.distributed.checkpoint, pickle and torch.save
-    also accept the state. A copy or a pickle leaves the process group out and uses the default
+    that a resumed run continues bit for bit, except for small layers of "entropy", which depend on
+    the other layers of their bucket. torch.distributed.checkpoint, pickle and torch.save also
+    accept the state. A copy or a pickle leaves the process group out and uses the default
     group until you set `process_group`.
 
     Residuals differ between ranks. Call `consolidate` before you save a checkpoint for another
@@ -46,7 +47,7 @@ class QuantizedAllreduceState(HookState):
         config: compressor, bits and the other settings. None: `Config()`, which is 4 bits. If
             `config.keeps_residuals` is True, the quantization error of each gradient is added to
             the next gradient. Algorithm "auto" becomes "by_hosts", so that a layer's result does
-            not depend on the other layers of its bucket.
+            not depend on the other layers of its bucket, except for small layers of "entropy".
         rules: settings of layers by name. None: the rules of the process, which
             `cgx_ops.torch.exclude_layer` and similar functions set.
         carrier: "native" sends by cgx_ops' own transports, over a group of any backend. "c10d"
