@@ -72,6 +72,7 @@ def test_accepts(field: str, values: list[Any]) -> None:
             ("density", value)
             for value in (0, 0.0, -1, 1.5, 1 + 1e-10, np.nan, np.inf, "x", "1", True)
         ),
+        *(("rate", value) for value in (0, 0.2, 8.1, -1, np.nan, np.inf, -np.inf, "x", "2", True)),
         *(("value_bits", value) for value in (0, 9, 15, 31, 33, 8.0, "8")),
         *(("rotation", value) for value in (0, 1, 3, 48, 2048, 32.0, True)),
         *(("clip", value) for value in (1, None, "yes")),

@@ -170,10 +170,11 @@ def test_denormal_values() -> None:
 
 @pytest.mark.parametrize("wrong", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("numel", [17, 5000])
-def test_non_finite_blocks(numel: int, wrong: float) -> None:
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+def test_non_finite_blocks(rounding: Rounding, numel: int, wrong: float) -> None:
     x = values("normal", numel, "float32")
     x[numel // 2] = wrong
-    decoded, _ = round_trip(x, 2.0)
+    decoded, _ = round_trip(x, 2.0, rounding)
     assert (decoded.view(np.uint32) == 0x7FC00000).all()
 
 

@@ -8,9 +8,12 @@ from dataclasses import replace
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from failing import fails
+from support import torch_cases as tc
+from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 from torch_training import refused_start
 
@@ -27,9 +30,11 @@ from .common import (
     hooked,
     identical_on_all_ranks,
     images,
+    local_gradients,
     network,
     same,
 )
+from .feedback import ENTROPY, bucket_average, zeros_for
 
 CONFIG = Config(bits=4, bucket_size=64, error_feedback=True)  # noise and residuals
 _NUMELS = {name: p.numel() for name, p in network().named_parameters()}
@@ -96,6 +101,48 @@ def groups_are_messages_with_equal_bits() -> None:
     for step in range(3):
         _step(model, step)
     assert state.plan == EACH, "the plan was announced in the previous run"
+
+
+def messages_of(plan: Plan, buckets: Sequence[list[str]]) -> list[list[str]]:
+    """Return the names in each message: buckets are joined until they complete a group."""
+    missing = [{plan.names[i] for i in group} for group in plan.groups]
+    messages: list[list[str]] = [[]]
+    for names in buckets:
+        messages[-1] += names
+        left = [group - set(names) for group in missing]
+        if any(before and not after for before, after in zip(missing, left, strict=True)):
+            messages.append([])
+        missing = left
+    return messages[:-1]
+
+
+def entropy_by_group() -> None:
+    """Compare with the oracle, which packs the small layers of a group as the core does."""
+    for plan in (WHOLE, THREE):
+        buckets: list[list[str]] = []
+
+        def hook(
+            state: Any, bucket: GradBucket, seen: Any = buckets
+        ) -> torch.futures.Future[torch.Tensor]:
+            known = {id(p): name for name, p in model.module.named_parameters()}  # noqa: B023
+            seen.append([known[id(p)] for p in bucket.parameters()])
+            return ddp.planned_allreduce_hook(state, bucket)
+
+        model = DistributedDataParallel(network(), bucket_cap_mb=1e-5)
+        state = ddp.PlannedAllreduceState(plan, None, ENTROPY)
+        model.register_comm_hook(state, hook)
+        alone = [local_gradients(rank, spare=True) for rank in range(SIZE)]
+        lost = [{n: tc.to_numpy(x) for n, x in zeros_for(each).items()} for each in alone]
+        for step in range(3):
+            buckets.clear()
+            found = _step(model, step)
+            alone = [local_gradients(rank, (step,), spare=True) for rank in range(SIZE)]
+            want: dict[str, torch.Tensor] = {}
+            for names in messages_of(plan, buckets):
+                want |= bucket_average(names, alone, lost)
+            same(found, want, (plan.groups, step))
+            for name, e in state.residuals.tensors.items():
+                assert np.array_equal(tc.to_numpy(e), lost[RANK][name]), (plan.groups, step, name)
 
 
 def plan_tuned_during_training() -> None:
@@ -197,6 +244,7 @@ def plan_of_other_model_raises() -> None:
 
 CHECKS: Sequence = (
     groups_are_messages_with_equal_bits,
+    entropy_by_group,
     plan_tuned_during_training,
     mismatched_plans_name_the_tensor,
     error_on_one_rank,
