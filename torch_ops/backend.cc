@@ -1,13 +1,25 @@
 #include "backend.h"
 
 #include <algorithm>
-#include <thread>
+#include <algorithm>
 #include <utility>
 
+#include "cuda.h"
+
+#include "cuda.h"
 #include "joint_work.h"
 #include "status.h"
 
 namespace cgx::torch_ops {
+namespace {
+
+// gloo cannot end calls in flight before their deadline, and its destructor waits for them: another
+// thread destroys it.
+std::thread destroyed(Backend::Inner inner) {
+  return std::thread([inner = std::move(inner)]() mutable { inner.clear(); });
+}
+
+}  // namespace
 
 Backend::Backend(int rank, int size, int32_t comm, Inner inner, bool cuda,
                  c10::intrusive_ptr<Options> options, MakeBackend make_backend,
@@ -28,6 +40,7 @@ Backend::~Backend() {
   without_lock([this] {
     close_communicator();
     inner_.clear();
+    if (releasing_.joinable()) releasing_.join();
   });
 }
 
@@ -97,35 +110,48 @@ void Backend::abort() {
   disconnect("its process group was aborted");
 }
 
-// Takes everything first, because another thread may connect the next members at that time. gloo
-// cannot end calls in flight before their deadline, and its destructor waits for them: another
-// thread destroys it.
+// Takes everything first, because another thread may connect the next members at that time.
 void Backend::disconnect(const std::string& reason) {
   int32_t comm = kNone;
   Inner old;
   {
     const std::lock_guard<std::mutex> lock(members_mutex_);
-    old = inner_;
+    old.swap(inner_);
     if (!closed_.exchange(true)) comm = comm_;
-    if (reconfigurations_) {
-      comm_ = kNone;
-      inner_.clear();
-    }
+    if (reconfigurations_) comm_ = kNone;
   }
-  if (comm != kNone) cgx_comm_abort(comm, reason.c_str());
+  if (comm != kNone) {
+    cgx_comm_abort(comm, reason.c_str());
+    forget_streams(comm);
+  }
   for (const auto& [device, backend] : old) backend->abort();
-  if (reconfigurations_ && !old.empty())
-    std::thread([old = std::move(old)]() mutable { old.clear(); }).detach();
+  if (reconfigurations_)
+    destroyed(std::move(old)).detach();
+  else
+    release(std::move(old));
 }
 
 void Backend::shutdown() {
   close_communicator();
-  for (const auto& [device, backend] : inner()) backend->shutdown();
+  Inner old;
+  {
+    const std::lock_guard<std::mutex> lock(members_mutex_);
+    old.swap(inner_);
+  }
+  for (const auto& [device, backend] : old) backend->shutdown();
+  release(std::move(old));
+}
+
+void Backend::release(Inner old) {
+  if (old.empty()) return;
+  if (releasing_.joinable()) releasing_.join();
+  releasing_ = destroyed(std::move(old));
 }
 
 void Backend::close_communicator() {
-  if (comm_ != kNone && !closed_.exchange(true))
-    cgx_comm_close(comm_);  // fails if cgx_finalize has closed it
+  if (comm_ == kNone || closed_.exchange(true)) return;
+  cgx_comm_close(comm_);  // fails if cgx_finalize has closed it
+  forget_streams(comm_);
 }
 
 int32_t Backend::communicator() const {

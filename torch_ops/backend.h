@@ -27,6 +27,7 @@
 #include <mutex>
 #include <optional>
 #include <string>
+#include <thread>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 #include <unordered_set>
@@ -163,7 +164,8 @@ class Backend final : public c10d::Backend {
   void enableCollectivesTiming() override;
   c10d::ErrorType getError() override;
   // Both close the communicator: collectives in flight fail; finished ones are delivered to peers.
-  // abort() waits for peers only for a moment, and ends their collectives, too.
+  // abort() waits for peers only for a moment, and ends their collectives, too. Both also drop the
+  // inner backends, so that gloo closes its connections and peers do not wait for this rank.
   void abort() override;
   void shutdown() override;
 
@@ -228,11 +230,14 @@ class Backend final : public c10d::Backend {
   // Aborts the communicator and the inner backends. Only reconfigure() connects an elastic group
   // again.
   void disconnect(const std::string& reason);
+  // Destroys inner backends in the background; the destructor waits for it.
+  void release(Inner old);
 
   const std::string name_;            // the communicator's
   mutable std::mutex members_mutex_;  // held while the next two change together
   std::atomic<int32_t> comm_;
   Inner inner_;
+  std::thread releasing_;       // destroys the last inner backends
   std::atomic<int> aborts_{0};  // calls of abort()
   const bool cuda_;
   const c10::intrusive_ptr<Options> options_;

@@ -67,6 +67,11 @@ Backend::BackendRef Backend::inner(at::Device device) const {
   const std::lock_guard<std::mutex> lock(members_mutex_);
   const auto found = inner_.find(device.type());
   if (found != inner_.end()) return found->second;
+  if (closed_) {
+    C10_THROW_ERROR(DistBackendError,
+                    c10::str("cgx, group '", name_,
+                             "': it was aborted or destroyed on this rank: create a new group"));
+  }
   C10_THROW_ERROR(
       NotImplementedError,
       c10::str("the backend cgx cannot move tensors on ", device, " here",

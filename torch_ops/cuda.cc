@@ -27,14 +27,23 @@ c10::impl::VirtualGuardImpl cuda() { return c10::impl::VirtualGuardImpl(at::kCUD
 
 // One stream per communicator and device. Groups must not wait for each other, since ranks may use
 // them in different orders.
+struct SideStreams {
+  std::mutex mutex;
+  std::map<std::pair<int32_t, c10::DeviceIndex>, c10::Stream> by_comm;
+};
+
+SideStreams& side_streams() {
+  static auto* streams = new SideStreams;
+  return *streams;
+}
+
 c10::Stream side_stream(int32_t comm, at::Device device) {
-  static std::mutex mutex;
-  static auto* streams = new std::map<std::pair<int32_t, c10::DeviceIndex>, c10::Stream>;
+  auto& [mutex, by_comm] = side_streams();
   const std::lock_guard<std::mutex> lock(mutex);
   const auto key = std::make_pair(comm, device.index());
-  const auto found = streams->find(key);
-  if (found != streams->end()) return found->second;
-  return streams->emplace(key, cuda().getStreamFromGlobalPool(device)).first->second;
+  const auto found = by_comm.find(key);
+  if (found != by_comm.end()) return found->second;
+  return by_comm.emplace(key, cuda().getStreamFromGlobalPool(device)).first->second;
 }
 
 // Without elements there is no address that identifies the device. All ranks skip such calls. With
@@ -58,7 +67,7 @@ void enqueue_on(const c10::Stream& stream, const cgx_collective_t& collective) {
 // Returns the known failure of the communicator's GPU collectives, or null.
 std::exception_ptr failure_of(int32_t comm) {
   const cgx_status_t status = cgx_comm_check(comm, /*finish=*/0);
-  // A closed communicator has no further failures.
+  // CGX_CLOSED: it was closed without a failure.
   if (status == CGX_OK || status == CGX_CLOSED) return nullptr;
   try {
     check(status);
@@ -194,6 +203,12 @@ c10::intrusive_ptr<c10d::Work> start_cuda(const cgx_collective_t& collective, Bu
   }
   work->put(collective);
   return work;
+}
+
+void forget_streams(int32_t comm) {
+  auto& [mutex, by_comm] = side_streams();
+  const std::lock_guard<std::mutex> lock(mutex);
+  std::erase_if(by_comm, [comm](const auto& each) { return each.first.first == comm; });
 }
 
 CurrentStream::CurrentStream(at::Device device)

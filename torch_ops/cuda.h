@@ -30,6 +30,9 @@ void enqueue(const cgx_collective_t& collective, at::Device device);
 c10::intrusive_ptr<c10d::Work> start_cuda(const cgx_collective_t& collective, Buffers buffers,
                                           c10d::OpType type, bool asynchronous);
 
+// Frees the streams of a communicator that was closed.
+void forget_streams(int32_t comm);
+
 // Makes a CUDA device current while it exists. Does nothing on the CPU, where there is no stream.
 struct CurrentStream {
   explicit CurrentStream(at::Device device);

@@ -1,7 +1,5 @@
 #include "registry.h"
 
-#include "base/status.h"
-
 namespace cgx {
 
 void check_name(const std::string& name) {
@@ -83,6 +81,17 @@ CommunicatorRef Registry::remove(int32_t id) {
   const std::lock_guard lock(mutex_);
   communicators_.erase(id);
   return communicator;
+}
+
+void Registry::remember(int32_t id, const Error& failure) {
+  const std::lock_guard lock(mutex_);
+  failures_.emplace(id, failure);
+}
+
+void Registry::require_well(int32_t id) const {
+  const std::lock_guard lock(mutex_);
+  const auto found = failures_.find(id);
+  if (found != failures_.end()) throw found->second;
 }
 
 std::vector<CommunicatorRef> Registry::remove_all() {

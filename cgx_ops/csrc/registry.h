@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "base/status.h"
 #include "communicator.h"
 
 namespace cgx {
@@ -28,6 +29,9 @@ class Registry {
   std::vector<CommunicatorRef> all() const;
   int32_t next(int32_t after) const;  // the smallest id greater than `after`, or -1
   CommunicatorRef remove(int32_t id);
+  // Lets require_well(id) throw a failure of GPU collectives after their communicator was removed.
+  void remember(int32_t id, const Error& failure);
+  void require_well(int32_t id) const;
   std::vector<CommunicatorRef> remove_all();
 
  private:
@@ -35,6 +39,7 @@ class Registry {
 
   mutable std::mutex mutex_;
   std::map<int32_t, CommunicatorRef> communicators_;
+  std::map<int32_t, Error> failures_;  // of removed communicators
   int32_t next_ = kWorld + 1;
   bool had_world_ = false;
 };

@@ -92,6 +92,32 @@ void a_late_rank_is_named_after_the_communicator_is_closed() {
   });
 }
 
+// The work of a collective may ask later.
+void failures_are_known_after_the_communicator_is_closed() {
+  for (const bool abort : {false, true}) {
+    const Job job(2, "SHM", 60);
+    job.run([&](int rank) {
+      FakeQueue stream(rank);
+      const CommunicatorRef& communicator = job.communicators[rank];
+      Rank good({}, rank, job.size()), late({}, rank, job.size());
+      good.enqueue(*communicator, *job.devices[rank], stream);
+      communicator->check_devices(true);
+      const int32_t id = Registry::instance().add(communicator);
+      late.call.timeout_s = 0.3;
+      if (rank == 0) late.enqueue(*communicator, *job.devices[rank], stream);
+      CHECK((abort ? cgx_comm_abort(id, "the test ends") : cgx_comm_close(id)) == CGX_OK, "%s",
+            cgx_last_error());
+      const cgx_status_t status = cgx_comm_check(id, /*finish=*/0);
+      if (rank == 0) {
+        CHECK(late.all_nan(), "results of a late call");
+        CHECK(status == CGX_TIMEOUT || status == CGX_PEER_FAILED, "%d", status);
+      } else {
+        CHECK(status == CGX_CLOSED, "%d", status);
+      }
+    });
+  }
+}
+
 // The closed communicator's devices did not take part in the failure, or are not connected yet.
 void devices_of_a_closed_communicator_report_why() {
   for (const std::string type : {"SHM", "MPI"})
@@ -293,6 +319,7 @@ int main() {
   the_first_call_has_its_own_deadline();
   a_missing_rank_is_a_timeout();
   a_late_rank_is_named_after_the_communicator_is_closed();
+  failures_are_known_after_the_communicator_is_closed();
   devices_of_a_closed_communicator_report_why();
   mismatches_are_described();
   more_rounds_than_a_peer_is_an_immediate_mismatch();

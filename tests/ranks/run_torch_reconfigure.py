@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as distributed
 from chaos.resources import grown, used
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 import cgx_ops
@@ -30,6 +31,7 @@ from cgx_ops import Config, communicator
 from cgx_ops._core import library
 from cgx_ops.planner import AdaptiveBits
 from cgx_ops.torch import BackendOptions, all_gather, ddp
+from cgx_ops.torch.ddp.deep_gradient import hosts
 
 dist: Any = distributed  # torch 2.13 has no annotations of the functions used here
 FOLDER = sys.argv[1]
@@ -38,6 +40,7 @@ LIMIT = datetime.timedelta(seconds=60)
 BRIEF = datetime.timedelta(seconds=2)
 SOON = 10.0  # seconds: an immediate error, on a busy machine
 UUIDS = iter(range(1, 2**31))
+CPU = torch.device("cpu")
 SOAKS = "".join(sys.argv[2:]).isdigit()
 
 
@@ -60,7 +63,7 @@ store = open_store()
 
 
 def backend() -> Any:
-    return dist.get_backend_impl(dist.group.WORLD, torch.device("cpu"))
+    return dist.get_backend_impl(dist.group.WORLD, CPU)
 
 
 def meet(what: str, ranks: Sequence[int]) -> None:
@@ -219,6 +222,78 @@ def makes_groups_of_equal_names_after_a_split() -> None:
         dist.all_reduce(tensor, group=group)
         assert (tensor == sum(next(part for part in parts if RANK in part))).all(), tensor[0]
         dist.destroy_process_group(group)
+
+
+def ends_gloo_calls_of_destroyed_groups() -> None:
+    """Also while the program keeps a group, as a DeviceMesh does."""
+    join(range(SIZE))
+    kept = [dist.new_group(timeout=LIMIT) for _ in range(2)]
+    end = [dist.destroy_process_group, lambda group: group._get_backend(CPU).abort()]
+    for turn, (group, leave) in enumerate(zip(kept, end, strict=True)):
+        dist.all_reduce(torch.ones(1000), group=group)
+        meet(f"whole {turn}", range(SIZE))
+        if RANK == 0:
+            time.sleep(0.3)
+            leave(group)
+            with fails("destroyed on this rank" if turn else "Invalid process group"):
+                dist.barrier(group)
+        else:
+            with fails("broadcast"):
+                dist.broadcast(torch.ones(10), 0, group=group)
+            leave(group)
+        meet(f"left {turn}", range(SIZE))
+
+
+def torch_knows_the_ranks() -> None:
+    join(range(SIZE))
+    for ranks in ([0, 1, 2], [4, 3, 2, 1, 0]):
+        join(ranks)
+        if RANK not in ranks:
+            continue
+        numbers = [*range(len(ranks))]
+        assert dist.get_process_group_ranks(dist.group.WORLD) == numbers
+        assert DeviceMesh.from_group(dist.group.WORLD, "cpu").mesh.tolist() == numbers
+        state = ddp.QuantizedAllreduceState(dist.new_group(), config=Config(bits=4))
+        layer = torch.nn.Linear(64, 64, bias=False)
+        model = DistributedDataParallel(layer)
+        model.register_comm_hook(state, ddp.quantized_allreduce_hook)
+        model(torch.ones(1, 64)).sum().backward()
+
+
+def ends_averages_between_hosts() -> None:
+    """Deep Gradient Compression's communicators: ranks of a host, first ranks of all hosts."""
+    os.environ["CGX_HOST_ID"] = "aabbb"[RANK]
+    join(range(SIZE))
+    layer, state = torch.nn.Linear(64, 64), ddp.DeepGradientState(density=0.1)
+
+    def step() -> None:
+        model = DistributedDataParallel(layer)
+        model.register_comm_hook(state, ddp.deep_gradient_hook)
+        model(torch.ones(1, 64)).sum().backward()
+
+    step()
+    parts = hosts.hosts_of(cgx_ops.init())
+    assert parts is not None and parts.local.size == (2 if RANK < 2 else 3)
+    handles, uuid = collect("between hosts", range(SIZE)), next(UUIDS) * 10
+    if RANK == 0:
+        time.sleep(0.5)
+    else:
+        with fails(within=2 * SOON):
+            step()
+    dist._reconfigure(uuid, handles, timeout=LIMIT)
+    assert parts.local.closed
+    step()
+    del os.environ["CGX_HOST_ID"]
+
+
+def hooks_follow_a_gloo_group() -> None:
+    dist.destroy_process_group()
+    dist.init_process_group(
+        "gloo", rank=RANK, world_size=SIZE, store=store, timeout=LIMIT, enable_reconfigure=True
+    )
+    hooks_follow_the_members()
+    dist.destroy_process_group()
+    start()
 
 
 def recovers_after_abort_and_timeout() -> None:
@@ -383,6 +458,10 @@ CHECKS: tuple[Callable[[], None], ...] = (
     ends_own_collectives_in_flight,
     recovers_after_abort_and_timeout,
     hooks_follow_the_members,
+    hooks_follow_a_gloo_group,
+    torch_knows_the_ranks,
+    ends_gloo_calls_of_destroyed_groups,
+    ends_averages_between_hosts,
     compiled_sizes_do_not_change,
     an_abort_of_another_thread_ends_only_the_old_group,
     refuses_bad_input,

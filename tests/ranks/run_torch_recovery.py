@@ -115,22 +115,25 @@ def main() -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
     module.get_parameter("2.weight").register_hook(die_in_backward)  # the later layer is first
-    changes = dict(MEMBERS)
+    changes, lost = dict(MEMBERS), False
     while step < STEPS:
         try:
+            if lost:
+                uuid = min(changes)
+                assert 0 <= step - uuid <= 1, (step, uuid)
+                group.connect(uuid, changes.pop(uuid))
+                module, kept = model.module, cgx_ops.torch.hook_state(model)
+                assert kept is state
+                model = wrapped(module, state)
+                step = synchronized(state, optimizer, step)
+                lost = False
             if step == JOINS and JOINS in changes and RANK != NEWCOMER:
                 raise RuntimeError("a rank wants to join")
             optimizer.zero_grad()
             loss_of(model, dist.get_rank(), step).backward()
         except RuntimeError as error:
-            uuid = min(changes)
-            print(f"process {RANK}, step {step}, members {changes[uuid]}: {error}", flush=True)
-            assert 0 <= step - uuid <= 1, (step, uuid)
-            group.connect(uuid, changes.pop(uuid))
-            module, kept = model.module, cgx_ops.torch.hook_state(model)
-            assert kept is state
-            model = wrapped(module, state)
-            step = synchronized(state, optimizer, step)
+            print(f"process {RANK}, step {step}, next members {changes}: {error}", flush=True)
+            lost = True
             continue
         optimizer.step()
         step += 1

@@ -96,6 +96,14 @@ void close(Communicator& communicator) {
   forget(communicator);
 }
 
+void remember_failure(int32_t id, Communicator& communicator) {
+  try {
+    communicator.check_devices(/*finish=*/false);
+  } catch (const Error& failure) {
+    if (failure.status() != CGX_CLOSED) Registry::instance().remember(id, failure);
+  }
+}
+
 int64_t nanoseconds(Clock::duration time) {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(time).count();
 }
@@ -260,7 +268,11 @@ cgx_status_t cgx_comm_find_lost(int32_t comm, double seconds) {
 }
 
 cgx_status_t cgx_comm_close(int32_t comm) {
-  return guarded([&] { close(*Registry::instance().remove(comm)); });
+  return guarded([&] {
+    const CommunicatorRef communicator = Registry::instance().remove(comm);
+    close(*communicator);
+    remember_failure(comm, *communicator);
+  });
 }
 
 cgx_status_t cgx_comm_abort(int32_t comm, const char* reason) {
@@ -269,6 +281,7 @@ cgx_status_t cgx_comm_abort(int32_t comm, const char* reason) {
     const CommunicatorRef communicator = Registry::instance().remove(comm);
     communicator->abort(reason);
     forget(*communicator);
+    remember_failure(comm, *communicator);
   });
 }
 
@@ -324,7 +337,10 @@ cgx_status_t cgx_enqueue(const cgx_collective_t* collective) {
 }
 
 cgx_status_t cgx_comm_check(int32_t comm, int32_t finish) {
-  return guarded([&] { Registry::instance().get(comm)->check_devices(finish != 0); });
+  return guarded([&] {
+    Registry::instance().require_well(comm);
+    Registry::instance().get(comm)->check_devices(finish != 0);
+  });
 }
 
 cgx_status_t cgx_stream_recording(void* stream, int32_t* recording) {

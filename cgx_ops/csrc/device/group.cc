@@ -230,6 +230,7 @@ void Group::close(Seconds at_most) {
   } catch (const Error&) {
     // A failed device must not prevent closing.
   }
+  if (const auto failure = wire_->failure()) break_with(*failure);
   break_with({CGX_CLOSED, "it was closed on this rank"});
   wire_->close(at_most);
 }

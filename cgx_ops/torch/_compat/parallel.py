@@ -95,6 +95,30 @@ def set_groups_made(count: int) -> None:
     dist.distributed_c10d._world.group_count = count
 
 
+def set_ranks_of_default_group(size: int) -> None:
+    """Tell torch the ranks of the default group, which it reads once, before they are connected."""
+    ranks = {rank: rank for rank in range(size)}
+    dist.distributed_c10d._world.pg_group_ranks[group_or_default(None)] = ranks
+
+
+def before_reconfigure(call: Callable[[dist.ProcessGroup, int], None]) -> None:
+    """Let `torch.distributed._reconfigure` first call this with its group and uuid.
+
+    Does nothing before torch 2.14. Call once per process.
+    """
+    distributed: Any = torch.distributed
+    original = getattr(distributed, "_reconfigure", None)
+    if original is None:
+        return
+
+    @functools.wraps(original)
+    def reconfigure(uuid: int, handles: Any, group: Any = None, *args: Any, **keywords: Any) -> Any:
+        call(group_or_default(group), uuid)
+        return original(uuid, handles, group, *args, **keywords)
+
+    distributed._reconfigure = distributed.distributed_c10d._reconfigure = reconfigure
+
+
 def backends_of(group: dist.ProcessGroup) -> str | None:
     """Return a group's backends by device type; None if it was made without torch.distributed.
 

@@ -6,6 +6,7 @@ Mini-Batches, Use Local SGD, ICLR 2020. Quantized differences: Reisizadeh et al.
 2020.
 """
 
+import pickle
 from collections.abc import Iterable
 from typing import Any, Unpack
 
@@ -14,9 +15,11 @@ import torch.distributed as dist
 from torch.distributed.algorithms.model_averaging.averagers import ModelAverager
 
 from cgx_ops import Config, Rules
+from cgx_ops._core.consistency import require_same
 from cgx_ops.config import Keywords, config_of
 from cgx_ops.errors import InvalidArgument, require_integer
 from cgx_ops.torch.averaging.arithmetic import full_precision
+from cgx_ops.torch.averaging.exact import gather_over, values_on
 from cgx_ops.torch.averaging.exchange import EXACT, Carriers, Exchange, check_parameters
 from cgx_ops.torch.averaging.grad_scaler import refuse_grad_scaler
 from cgx_ops.torch.averaging.loaded import require_keys
@@ -164,6 +167,42 @@ class QuantizedModelAverager(ModelAverager):
             self.last.tensors = [x + c for x, c in zip(known, changes, strict=True)]
         for parameter, average in zip(parameters, self.last.tensors, strict=True):
             parameter.copy_(average)
+
+    def synchronize(self, params: Iterable[torch.nn.Parameter] | Iterable[dict[str, Any]]) -> None:
+        """Continue on all ranks from the one that has taken the most steps. Collective.
+
+        Call it after the members of the group have changed, before the next step: the last average
+        may have failed on some ranks only, and new ranks have none. All ranks take the parameters,
+        the last average and the step of the rank that is ahead; of equal ones, the lowest. Each
+        rank keeps its own residuals, which a new rank starts at zero.
+
+        Args:
+            params: as for `average_parameters`.
+
+        Raises:
+            InvalidArgument: ranks have parameters of other shapes; every rank raises it.
+            RuntimeError: a peer is late or lost; the text names the rank.
+        """
+        parameters, group = _trained(params), self.exchange.group
+        gather = gather_over(group)
+        require_same(
+            f"{_CALLER}.synchronize",
+            {"parameters of shapes": [[*p.shape] for p in parameters]},
+            gather,
+            "Make the same model on all ranks",
+            error=InvalidArgument,
+        )
+        own = pickle.dumps((self.step, self.exchange.steps, bool(self.last.tensors)))
+        everyones = [pickle.loads(theirs) for theirs in gather(own)]
+        source = max(range(len(everyones)), key=lambda rank: everyones[rank][0])
+        step, averages, averaged = everyones[source]
+        found = [values_on(group, source, p) for p in parameters]
+        last = self.last.tensors or [p.to(torch.float32) for p in found]
+        last = [values_on(group, source, x) for x in last] if averaged else []
+        # Nothing changes before all of it has arrived, so that a failed call can be repeated.
+        for parameter, values in zip(parameters, found, strict=True):
+            parameter.detach().copy_(values)
+        self.step, self.exchange.steps, self.last = step, averages, Average(last)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint. With error feedback it differs between ranks.

@@ -9,7 +9,7 @@ import contextlib
 import datetime
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -143,6 +143,7 @@ class _Slot:
         self.lock = threading.Lock()
         self.communicator: Communicator | None = None
         self.era = ""  # of the members; see era_of()
+        self.closes: weakref.finalize[..., Any] | None = None  # when the group is freed
 
 
 _slots: "weakref.WeakKeyDictionary[dist.ProcessGroup, _Slot]" = weakref.WeakKeyDictionary()
@@ -153,6 +154,7 @@ def register() -> None:
     """Let operators and init() find the communicators of groups here. Call once per process."""
     _torch_ops.find_groups_by(_id_of, _size_of)
     world.adopt_torch(lambda: communicator_of(parallel.group_or_default(None)))
+    parallel.before_reconfigure(_leave)
 
 
 def _size_of(name: str) -> int:
@@ -192,7 +194,7 @@ def communicator_of(group: dist.ProcessGroup) -> Communicator:
     slot = _slot_of(group)
     if slot.communicator is None:
         with slot.lock:
-            slot.communicator = slot.communicator or _find_or_make(group)
+            slot.communicator = slot.communicator or _find_or_make(group, slot)
     return slot.communicator
 
 
@@ -212,6 +214,15 @@ def era_of(group: dist.ProcessGroup) -> str:
     return _slot_of(group).era
 
 
+_leavers: list[Callable[[Communicator], None]] = []
+
+
+def before_change(leave: Callable[[Communicator], None]) -> Callable[[Communicator], None]:
+    """Let changes of members first call this function with the communicator of the old ones."""
+    _leavers.append(leave)
+    return leave
+
+
 def forget(name: str, era: str) -> None:
     """Note that the members of the groups with this name change; `era` is that of the next."""
     listed = parallel.group_by_name(name)
@@ -221,11 +232,23 @@ def forget(name: str, era: str) -> None:
         if group.group_name == name:
             slot.era = era
             if slot.communicator is not None:
+                for leave in _leavers:
+                    leave(slot.communicator)
                 forget_calls(slot.communicator.id)
             slot.communicator = None
 
 
-def _find_or_make(group: dist.ProcessGroup) -> Communicator:
+def _leave(group: dist.ProcessGroup, uuid: int) -> None:
+    """Abort the communicator of a group of another backend whose members change."""
+    if is_ours(group):  # its backend does this
+        return
+    old = _slot_of(group).communicator
+    forget(group.group_name, f"/{uuid}")
+    if old is not None and not old.closed:
+        old.abort(f"its process group is reconfigured (uuid {uuid})")
+
+
+def _find_or_make(group: dist.ProcessGroup, slot: _Slot) -> Communicator:
     with contextlib.suppress(NotFound):
         return Communicator.find(group.group_name)
     if is_ours(group):
@@ -239,13 +262,16 @@ def _find_or_make(group: dist.ProcessGroup) -> Communicator:
             f"torch.distributed does not list the process group '{group.group_name}', so cgx_ops "
             "cannot connect its ranks: create it with torch.distributed.new_group"
         )
-    name = f"{dist.get_backend(group)}/{group.group_name}"
+    name = f"{dist.get_backend(group)}/{group.group_name}{slot.era}"
     rank, size = group.rank(), group.size()
     timeout = parallel.group_timeout(group) or dist.default_pg_timeout
     gather = store_allgather(own_store(store, name, rank), rank, size, name, timeout)
     _close_stale(name)
-    made = connect(gather, rank, size, name, timeout, None)
-    weakref.finalize(group, _close_if_open, made).atexit = False
+    made = connect(gather, rank, size, name, timeout, None, elastic=bool(slot.era))
+    if slot.closes is not None:
+        slot.closes.detach()
+    slot.closes = weakref.finalize(group, _close_if_open, made)
+    slot.closes.atexit = False
     return made
 
 

@@ -167,7 +167,7 @@ class _Reconfigurations:
         )  # fmt: skip
         try:
             meeting.end()
-            _number_groups(name, uuid)
+            _tell_torch(name, uuid, size)
             self._handle, self._communicator = self._handle.next(), comm.id
             return rank, size, comm.id, inner
         except BaseException:
@@ -175,20 +175,22 @@ class _Reconfigurations:
             raise
 
 
-def _number_groups(name: str, uuid: int) -> None:
-    """Let the members of the default group give their next group a name that no other group has.
+def _tell_torch(name: str, uuid: int, size: int) -> None:
+    """Let torch make groups of the default group's new members.
 
     torch names a group by the number of groups that the process has made. A new process has
     another number, and both parts of a split have the same one. The uuid is common to the members,
-    and used once.
+    and used once: it gives their next group a name that no other group has.
 
     Args:
         name: of the group that is reconfigured; nothing changes if it is not the default group.
         uuid: of the reconfiguration.
+        size: number of members.
     """
     default = dist.group.WORLD
     if default is not None and default.group_name == name:
         parallel.set_groups_made((2 * uuid + 1) * _GROUPS)  # never 0, where processes begin
+        parallel.set_ranks_of_default_group(size)
 
 
 def _connect(

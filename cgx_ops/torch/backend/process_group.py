@@ -30,6 +30,7 @@ import functools
 import logging
 import os
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar, Literal
@@ -53,10 +54,8 @@ _log = logging.getLogger(__name__)
 _world_options: "BackendOptions | None" = None
 # Whether the default group may lose ranks and continue, and so all other groups.
 _world_elastic = False
-# Options by group name; groups that were split off have those of the default group.
-_options: "dict[str, BackendOptions]" = {}
-# The binding's options by group name.
-_native_options: dict[str, _torch_ops.Options] = {}
+# By name; a group that still exists after another one took its name is not listed.
+_groups: "weakref.WeakValueDictionary[str, _Group]" = weakref.WeakValueDictionary()
 _AUTOMATIC = {
     "gradients": _torch_ops.Automatic.GRADIENTS,
     "all": _torch_ops.Automatic.EVERYTHING,
@@ -219,11 +218,31 @@ def current_scope() -> Config | Literal["uncompressed"] | None:
     return getattr(_thread, "scope", None)
 
 
+class _Group:
+    """The options of a group. Its backend owns it, because it keeps `related`.
+
+    Attributes:
+        options: as the user gave them; groups that are split off have those of their origin.
+        native: the binding's.
+    """
+
+    def __init__(self, options: BackendOptions, native: _torch_ops.Options) -> None:
+        self.options, self.native = options, native
+        _groups[native.group_name] = self
+
+    def related(
+        self, store: parallel.Store, rank: int, size: int, options: _torch_ops.Options
+    ) -> _torch_ops.Backend:
+        """Make the backend of a group that is split off or merged from this one."""
+        related = _Group(self.options, options).related
+        return make.connected(store, rank, size, options, related, elastic=_world_elastic)
+
+
 def options_of(group: dist.ProcessGroup) -> BackendOptions | None:
     """Return the options of a group over the backend "cgx"; None for any other group."""
     if not is_ours(group):
         return None
-    return _options.get(group.group_name, _world_options)
+    return _groups[group.group_name].options
 
 
 def leave_gradients_to_hooks(group: dist.ProcessGroup) -> None:
@@ -233,7 +252,7 @@ def leave_gradients_to_hooks(group: dist.ProcessGroup) -> None:
     gradients are sent. It may run on several threads, because torch runs a future's callbacks
     wherever the future is completed.
     """
-    options = _native_options[group.group_name]
+    options = _groups[group.group_name].native
     if options.automatic == _torch_ops.Automatic.GRADIENTS:
         options.automatic = _torch_ops.Automatic.NOTHING
 
@@ -288,8 +307,6 @@ def _create(asked: Any, pg_options: Any) -> _torch_ops.Backend:
         )
     if default:
         _world_options, _world_elastic = pg_options, False
-        _options.clear()
-    _options[asked.group_id] = pg_options
     compresses = pg_options.config.bits != EXACT_BITS
     if default and compresses and torch.cuda.is_available() and "cuda" not in devices():
         _log.warning(
@@ -303,11 +320,10 @@ def _create(asked: Any, pg_options: Any) -> _torch_ops.Backend:
         )
     options = native_options(pg_options, asked.group_id, asked.timeout)
     options.global_ranks_in_group = asked.global_ranks_in_group
-    _native_options[asked.group_id] = options
     if getattr(asked, "enable_reconfigure", False):  # from torch 2.14 on
-        related, chosen = _related(options.group_name), _chosen(pg_options, options)
+        group, chosen = _Group(pg_options, options), _chosen(pg_options, options)
         _world_elastic = _world_elastic or default
-        return make.unconnected(asked.store, asked.group_rank, options, related, chosen)
+        return make.unconnected(asked.store, asked.group_rank, options, group.related, chosen)
     return make_backend(
         asked.store, asked.group_rank, asked.group_size, options, pg_options, elastic=_world_elastic
     )
@@ -345,7 +361,7 @@ def make_backend(
         elastic: as in Communicator.create.
     """
     return make.connected(
-        store, rank, size, options, _related(options.group_name), _chosen(chosen, options),
+        store, rank, size, options, _Group(chosen, options).related, _chosen(chosen, options),
         noise_rank=noise_rank, elastic=elastic,
     )  # fmt: skip
 
@@ -369,19 +385,3 @@ def _measure(chosen: BackendOptions, options: _torch_ops.Options) -> None:
 
 def _default_group_is_ours() -> bool:
     return dist.is_initialized() and NAME in str(dist.get_backend_config())
-
-
-def _related(name: str) -> make.MakeRelated:
-    """Return what makes the backend of a group split off or merged from this one."""
-
-    def make_related(
-        store: parallel.Store, rank: int, size: int, options: _torch_ops.Options
-    ) -> _torch_ops.Backend:
-        if name in _options:
-            _options[options.group_name] = _options[name]
-        _native_options[options.group_name] = options
-        return make.connected(
-            store, rank, size, options, _related(options.group_name), elastic=_world_elastic
-        )
-
-    return make_related

@@ -204,8 +204,7 @@ class DiLoCo:
         Raises:
             InvalidArgument: the loop was created with connect=False, and `regroup` was not called.
             RuntimeError: an average failed, because a peer is late, lost or has other arguments.
-                Parameters, outer parameters and residuals are unchanged. Continue with `regroup`,
-                or train on if the group still works.
+                Parameters, outer parameters and residuals are unchanged. Continue with `regroup`.
         """
         if not self.joined:
             raise InvalidArgument(

@@ -323,5 +323,38 @@ def mismatched_settings() -> None:
         fails(RuntimeError, words, lambda a=averager, p=parameters: a.average_parameters(p))
 
 
+def synchronized() -> None:
+    """Check that all ranks continue from the one that is ahead.
+
+    Rank 1 has not finished the last average, and the last of three or more ranks is new.
+    """
+    if SIZE == 1:
+        return
+
+    def moved(steps: int) -> None:
+        for _ in range(steps):
+            with torch.no_grad():
+                for p in model.parameters():
+                    p += (RANK + 1) * torch.randn_like(p)
+            averager.average_parameters(model.parameters())
+
+    model, averager = network(), QuantizedModelAverager(2, config=ONE_BIT)
+    moved(4)
+    earlier, weights = averager.state_dict(), weights_of(model)
+    moved(1)
+    average, step = weights_of(model), averager.step  # equal on all ranks
+    if RANK == 1:
+        averager.load_state_dict(earlier)
+        torch.nn.utils.vector_to_parameters(weights, model.parameters())
+    if RANK == SIZE - 1 > 1:
+        model, averager = network(), QuantizedModelAverager(2, config=ONE_BIT)
+    averager.synchronize(model.parameters())
+    assert torch.equal(weights_of(model), average) and averager.step == step
+    moved(2)
+    assert all(torch.equal(x, weights_of(model)) for x in gathered(weights_of(model)))
+    mine = list(model.parameters())[RANK == 1 :]
+    fails(InvalidArgument, "parameters of shapes", lambda: averager.synchronize(mine))
+
+
 CHECKS = [matches_reference, exact_matches_pytorch, post_local_sgd, bytes_sent, carried_by_torch]
-CHECKS += [resumed, resumed_on_other_rank_count, bad_input, mismatched_settings]
+CHECKS += [resumed, resumed_on_other_rank_count, bad_input, mismatched_settings, synchronized]

@@ -496,7 +496,8 @@ CGX_API cgx_status_t cgx_enqueue(const cgx_collective_t* collective);
  * @param comm The communicator.
  * @param finish Not 0: wait for all enqueued collectives first.
  * @return CGX_OK if no failure is known yet; else CGX_TIMEOUT, CGX_PEER_FAILED, CGX_MISMATCH or
- *     CGX_SYSTEM. */
+ *     CGX_SYSTEM, also after the communicator was closed; CGX_CLOSED if it was closed without a
+ *     failure. */
 CGX_API cgx_status_t cgx_comm_check(int32_t comm, int32_t finish);
 
 /** Report whether a stream of the thread's current GPU is capturing a CUDA graph.

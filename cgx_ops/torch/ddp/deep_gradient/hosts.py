@@ -16,6 +16,7 @@ import torch.distributed as dist
 from cgx_ops import Communicator, Config, Segment
 from cgx_ops._core.refusal import or_refuse, reason_of, refuse
 from cgx_ops._core.tables import EXACT_BITS
+from cgx_ops.torch.backend import groups
 from cgx_ops.torch.graph.work import Residuals, future_of, start
 
 _EXACT = Config(bits=EXACT_BITS)
@@ -43,6 +44,12 @@ class Hosts:
         self.local.close()
         if self.firsts is not None:
             self.firsts.close()
+
+    def abort(self, reason: str) -> None:
+        """End the collectives of both communicators on all their ranks, and free them."""
+        self.local.abort(reason)
+        if self.firsts is not None:
+            self.firsts.abort(reason)
 
     def gather(self, kept: torch.Tensor, name: str) -> None:
         """Add up a tensor of a host's ranks on its first rank, in place, and wait.
@@ -155,3 +162,9 @@ def hosts_of(comm: Communicator) -> Hosts | None:
             known.close()
         _known[comm.id] = Hosts(comm)
     return _known[comm.id]
+
+
+@groups.before_change
+def _leave(comm: Communicator) -> None:
+    if comm.id in _known:
+        _known.pop(comm.id).abort("the members of its process group change")
