@@ -99,7 +99,7 @@ test-integrations: $(BUILT)
 	$(PIP) install -r .venv/integrations.txt -c .venv/requirements.txt
 	$(BIN)/python -m pytest tests/integrations
 
-# The benchmarks but the long ones, in about 20 minutes; they write to benchmarks/results/.
+# The benchmarks but the long ones, in about 25 minutes; they write to benchmarks/results/.
 bench: $(BUILT)
 	$(BIN)/python benchmarks/suite.py
 

@@ -1,4 +1,4 @@
-"""Run the benchmarks in about 15 minutes; write reports, tables and plots to benchmarks/results/.
+"""Run the benchmarks in about 25 minutes; write reports, tables and plots to benchmarks/results/.
 
     make bench                                   # all parts but the long ones
     python benchmarks/suite.py [part ...]        # some; --list shows them
