@@ -1,6 +1,7 @@
 // Failures of collectives on simulated devices (fake_device.h): late, lost and disagreeing ranks;
 // devices that cannot be connected; unsupported calls.
 #include "device_cases.h"
+#include "registry.h"
 
 namespace cgx {
 namespace {
