@@ -1,10 +1,7 @@
 #include "backend.h"
 
 #include <algorithm>
-#include <algorithm>
 #include <utility>
-
-#include "cuda.h"
 
 #include "cuda.h"
 #include "joint_work.h"
