@@ -1,6 +1,7 @@
 #include "backend.h"
 
 #include <algorithm>
+#include <exception>
 #include <utility>
 
 #include "cuda.h"
@@ -10,9 +11,8 @@
 namespace cgx::torch_ops {
 namespace {
 
-// gloo cannot end calls in flight before their deadline, and its destructor waits for them: another
-// thread destroys it.
-std::thread destroyed(Backend::Inner inner) {
+// gloo cannot end calls in flight before their deadline, and its destructor waits for them.
+std::thread destroy_in_background(Backend::Inner inner) {
   return std::thread([inner = std::move(inner)]() mutable { inner.clear(); });
 }
 
@@ -37,7 +37,7 @@ Backend::~Backend() {
   without_lock([this] {
     close_communicator();
     inner_.clear();
-    if (releasing_.joinable()) releasing_.join();
+    if (ending_.joinable()) ending_.join();
   });
 }
 
@@ -121,11 +121,8 @@ void Backend::disconnect(const std::string& reason) {
     cgx_comm_abort(comm, reason.c_str());
     forget_streams(comm);
   }
-  for (const auto& [device, backend] : old) backend->abort();
-  if (reconfigurations_)
-    destroyed(std::move(old)).detach();
-  else
-    release(std::move(old));
+  // An elastic group continues: it never waits for calls of lost members.
+  end(std::move(old), &c10d::Backend::abort, /*join=*/!reconfigurations_);
 }
 
 void Backend::shutdown() {
@@ -135,14 +132,27 @@ void Backend::shutdown() {
     const std::lock_guard<std::mutex> lock(members_mutex_);
     old.swap(inner_);
   }
-  for (const auto& [device, backend] : old) backend->shutdown();
-  release(std::move(old));
+  end(std::move(old), &c10d::Backend::shutdown, /*join=*/true);
 }
 
-void Backend::release(Inner old) {
+void Backend::end(Inner old, void (c10d::Backend::*how)(), bool join) {
   if (old.empty()) return;
-  if (releasing_.joinable()) releasing_.join();
-  releasing_ = destroyed(std::move(old));
+  std::exception_ptr failure;
+  for (const auto& [device, backend] : old) {
+    try {
+      (*backend.*how)();
+    } catch (...) {
+      failure = std::current_exception();
+    }
+  }
+  std::thread destroying = destroy_in_background(std::move(old));
+  if (join) {
+    if (ending_.joinable()) ending_.join();
+    ending_ = std::move(destroying);
+  } else {
+    destroying.detach();
+  }
+  if (failure) std::rethrow_exception(failure);
 }
 
 void Backend::close_communicator() {
@@ -170,13 +180,22 @@ Backend::Inner Backend::inner() const {
 // ---- Coalescing --------------------------------------------------------------------------------
 
 void Backend::startCoalescing() {
-  BackendRef open;  // because of an exception in the last block
+  leave_block();  // because of an exception in the last one
+  const std::lock_guard<std::mutex> lock(coalescing_mutex_);
+  coalescing_.emplace();
+}
+
+void Backend::leave_block() {
+  BackendRef open;
   {
     const std::lock_guard<std::mutex> lock(coalescing_mutex_);
-    coalescing_.emplace();
+    coalescing_.reset();
     open = std::exchange(coalescing_inner_, {});
   }
-  if (open) open->endCoalescing();
+  try {
+    if (open) open->endCoalescing();
+  } catch (const std::exception&) {  // the error that left it open was reported
+  }
 }
 
 Backend::WorkRef Backend::endCoalescing() {

@@ -222,6 +222,8 @@ class Backend final : public c10d::Backend {
                       Arguments&&... arguments);
   // Adds the work of a call between startCoalescing and endCoalescing to the block.
   WorkRef coalesced(WorkRef work);
+  // Ends a block that an error left open, without its works.
+  void leave_block();
   // Between startCoalescing and endCoalescing, lets the inner backend group the block's calls, too.
   void coalesce_inner(at::Device device);
   BackendRef related(const c10::intrusive_ptr<c10d::Store>& store, const OptionsRef& options,
@@ -230,14 +232,15 @@ class Backend final : public c10d::Backend {
   // Aborts the communicator and the inner backends. Only reconfigure() connects an elastic group
   // again.
   void disconnect(const std::string& reason);
-  // Destroys inner backends in the background; the destructor waits for it.
-  void release(Inner old);
+  // Calls abort() or shutdown() of inner backends and destroys them on another thread. `join`:
+  // whether the destructor waits for it.
+  void end(Inner old, void (c10d::Backend::*how)(), bool join);
 
   const std::string name_;            // the communicator's
   mutable std::mutex members_mutex_;  // held while the next two change together
   std::atomic<int32_t> comm_;
   Inner inner_;
-  std::thread releasing_;       // destroys the last inner backends
+  std::thread ending_;          // destroys the last inner backends
   std::atomic<int> aborts_{0};  // calls of abort()
   const bool cuda_;
   const c10::intrusive_ptr<Options> options_;

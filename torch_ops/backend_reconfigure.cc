@@ -21,11 +21,7 @@ Backend::WorkRef Backend::reconfigure(const c10d::ReconfigureOptions& options) {
       options.handles, options.uuid, options.timeout,
       [this](const std::string& reason) { without_lock([&] { disconnect(reason); }); });
   for (const auto& [device, backend] : members.inner) backend->setTimeout(options_->timeout);
-  {
-    const std::lock_guard<std::mutex> lock(coalescing_mutex_);
-    coalescing_.reset();  // a block that an error left open would keep its works
-    coalescing_inner_.reset();
-  }
+  leave_block();
   {
     const std::lock_guard<std::mutex> draws_lock(draws_mutex_);
     const std::lock_guard<std::mutex> lock(members_mutex_);

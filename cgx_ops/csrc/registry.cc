@@ -1,5 +1,7 @@
 #include "registry.h"
 
+#include <optional>
+
 namespace cgx {
 
 void check_name(const std::string& name) {
@@ -34,6 +36,7 @@ int32_t Registry::add(CommunicatorRef communicator) {
   had_world_ = had_world_ || world;
   const int32_t id = world ? kWorld : next_++;
   communicators_[id] = std::move(communicator);
+  failures_.erase(id);  // of an earlier world
   return id;
 }
 
@@ -80,18 +83,31 @@ CommunicatorRef Registry::remove(int32_t id) {
   auto communicator = get(id);
   const std::lock_guard lock(mutex_);
   communicators_.erase(id);
+  closing_[id] = communicator;
   return communicator;
 }
 
-void Registry::remember(int32_t id, const Error& failure) {
+void Registry::closed(int32_t id) {
+  std::optional<Error> failure;
+  try {
+    get_to_check(id)->check_devices(/*finish=*/false);
+  } catch (const Error& error) {
+    if (error.status() != CGX_CLOSED) failure = error;
+  }
   const std::lock_guard lock(mutex_);
-  failures_.emplace(id, failure);
+  closing_.erase(id);
+  if (failure) failures_.insert_or_assign(id, *failure);
 }
 
-void Registry::require_well(int32_t id) const {
-  const std::lock_guard lock(mutex_);
-  const auto found = failures_.find(id);
-  if (found != failures_.end()) throw found->second;
+CommunicatorRef Registry::get_to_check(int32_t id) const {
+  {
+    const std::lock_guard lock(mutex_);
+    const auto closing = closing_.find(id);
+    if (closing != closing_.end()) return closing->second;
+    const auto failed = failures_.find(id);
+    if (failed != failures_.end()) throw failed->second;
+  }
+  return get(id);
 }
 
 std::vector<CommunicatorRef> Registry::remove_all() {

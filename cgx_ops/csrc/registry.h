@@ -28,10 +28,12 @@ class Registry {
   int32_t find(const std::string& name) const;
   std::vector<CommunicatorRef> all() const;
   int32_t next(int32_t after) const;  // the smallest id greater than `after`, or -1
+  // Removes a communicator, which the caller closes. It then calls closed().
   CommunicatorRef remove(int32_t id);
-  // Lets require_well(id) throw a failure of GPU collectives after their communicator was removed.
-  void remember(int32_t id, const Error& failure);
-  void require_well(int32_t id) const;
+  void closed(int32_t id);
+  // As get(), but also finds a communicator that is being closed, and throws the failure of the GPU
+  // collectives of one that was closed.
+  CommunicatorRef get_to_check(int32_t id) const;
   std::vector<CommunicatorRef> remove_all();
 
  private:
@@ -39,7 +41,8 @@ class Registry {
 
   mutable std::mutex mutex_;
   std::map<int32_t, CommunicatorRef> communicators_;
-  std::map<int32_t, Error> failures_;  // of removed communicators
+  std::map<int32_t, CommunicatorRef> closing_;
+  std::map<int32_t, Error> failures_;  // of closed communicators
   int32_t next_ = kWorld + 1;
   bool had_world_ = false;
 };

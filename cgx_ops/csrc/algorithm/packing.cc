@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <map>
 #include <span>
 
 #include "base/hash.h"
@@ -26,7 +27,7 @@ bool same_settings(const Segment& a, const Segment& b) {
     return left == right;
   };
   return std::equal(a.codecs.each.begin(), a.codecs.each.end(), b.codecs.each.begin(), same) &&
-         a.rounding == b.rounding && a.example == b.example && !a.residual == !b.residual;
+         a.rounding == b.rounding && !a.residual == !b.residual;
 }
 
 class PackedAlgorithm final : public Algorithm {
@@ -66,40 +67,40 @@ class PackedAlgorithm final : public Algorithm {
 void Packing::pack(Plan* plan) {
   if (plan->size == 1 || std::none_of(plan->segments.begin(), plan->segments.end(), is_small))
     return;
-  struct Group {
-    bool is_small;
-    std::vector<Segment> segments;
-  };
-  std::vector<Group> groups;
+  std::vector<std::vector<Segment>> groups;
+  std::map<int32_t, std::vector<size_t>> of_example;  // numbers of groups of small segments
   uint64_t hash = fnv1a({});
   for (const Segment& segment : plan->segments) {
     const bool small = is_small(segment);
-    const auto fits = [&](const Group& group) {
-      return small && group.is_small && same_settings(group.segments[0], segment);
+    auto& known = of_example[segment.example];
+    const auto fits = [&](size_t number) {
+      return small && same_settings(groups[number][0], segment);
     };
-    const auto group = std::find_if(groups.begin(), groups.end(), fits);
-    const int64_t number = group - groups.begin();
+    const auto group = std::find_if(known.begin(), known.end(), fits);
+    const size_t number = group == known.end() ? groups.size() : *group;
     hash = fnv1a(std::as_bytes(std::span(&number, 1)), hash);
-    if (group == groups.end())
-      groups.push_back({small, {segment}});
-    else
-      group->segments.push_back(segment);
+    if (group == known.end()) {
+      if (small) known.push_back(number);
+      groups.push_back({segment});
+    } else {
+      groups[number].push_back(segment);
+    }
   }
   if (groups.size() == plan->segments.size()) return;
   plan->packing_hash = hash;
   auto packing = std::make_shared<Packing>();
   plan->segments.clear();
-  for (Group& group : groups) {
-    plan->segments.push_back(group.segments[0]);
-    if (group.segments.size() == 1) continue;
+  for (std::vector<Segment>& group : groups) {
+    plan->segments.push_back(group[0]);
+    if (group.size() == 1) continue;
     Segment& whole = plan->segments.back();
-    whole.numel = numel_of(group.segments);
+    whole.numel = numel_of(group);
     whole.block_bytes = plan->bytes(whole.numel);
     auto packed = std::make_unique<Packed>();
     packed->values.resize(whole.block_bytes * (plan->verb->blocks_in ? plan->size : 1));
     packed->results.resize(whole.block_bytes * (plan->verb->blocks_out ? plan->size : 1));
     if (whole.residual) packed->residuals.resize(packed->values.size());
-    packed->segments = std::move(group.segments);
+    packed->segments = std::move(group);
     whole.input_at = distance(plan->input, packed->values.data());
     whole.output_at = distance(plan->output, packed->results.data());
     whole.residual = whole.residual ? packed->residuals.data() : nullptr;

@@ -96,12 +96,15 @@ void close(Communicator& communicator) {
   forget(communicator);
 }
 
-void remember_failure(int32_t id, Communicator& communicator) {
-  try {
-    communicator.check_devices(/*finish=*/false);
-  } catch (const Error& failure) {
-    if (failure.status() != CGX_CLOSED) Registry::instance().remember(id, failure);
-  }
+// Removes a communicator, and lets `how` close it.
+void end(int32_t id, const std::function<void(Communicator&)>& how) {
+  struct Closed {
+    ~Closed() { Registry::instance().closed(id); }
+    int32_t id;
+  };
+  const CommunicatorRef communicator = Registry::instance().remove(id);
+  const Closed closed{id};
+  how(*communicator);
 }
 
 int64_t nanoseconds(Clock::duration time) {
@@ -268,20 +271,16 @@ cgx_status_t cgx_comm_find_lost(int32_t comm, double seconds) {
 }
 
 cgx_status_t cgx_comm_close(int32_t comm) {
-  return guarded([&] {
-    const CommunicatorRef communicator = Registry::instance().remove(comm);
-    close(*communicator);
-    remember_failure(comm, *communicator);
-  });
+  return guarded([&] { end(comm, [](Communicator& communicator) { close(communicator); }); });
 }
 
 cgx_status_t cgx_comm_abort(int32_t comm, const char* reason) {
   return guarded([&] {
     require(reason != nullptr, CGX_INVALID_ARGUMENT, "reason is NULL: pass a text");
-    const CommunicatorRef communicator = Registry::instance().remove(comm);
-    communicator->abort(reason);
-    forget(*communicator);
-    remember_failure(comm, *communicator);
+    end(comm, [&](Communicator& communicator) {
+      communicator.abort(reason);
+      forget(communicator);
+    });
   });
 }
 
@@ -337,10 +336,7 @@ cgx_status_t cgx_enqueue(const cgx_collective_t* collective) {
 }
 
 cgx_status_t cgx_comm_check(int32_t comm, int32_t finish) {
-  return guarded([&] {
-    Registry::instance().require_well(comm);
-    Registry::instance().get(comm)->check_devices(finish != 0);
-  });
+  return guarded([&] { Registry::instance().get_to_check(comm)->check_devices(finish != 0); });
 }
 
 cgx_status_t cgx_stream_recording(void* stream, int32_t* recording) {

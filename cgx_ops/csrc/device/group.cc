@@ -217,8 +217,8 @@ void Group::break_with(const Failure& failure) {
 }
 
 void Group::require_well() {
-  if (const auto failure = wire_->failure()) break_with(*failure);
   const std::lock_guard lock(broken_mutex_);
+  if (!broken_) broken_ = wire_->failure();  // not after close()
   if (broken_)
     fail(broken_->status, "communicator '", host_.name(), "' is closed for GPUs: ", broken_->text);
 }

@@ -96,7 +96,7 @@ def set_groups_made(count: int) -> None:
 
 
 def set_ranks_of_default_group(size: int) -> None:
-    """Tell torch the ranks of the default group, which it reads once, before they are connected."""
+    """Set the ranks of the default group; torch sets them only when the group is initialized."""
     ranks = {rank: rank for rank in range(size)}
     dist.distributed_c10d._world.pg_group_ranks[group_or_default(None)] = ranks
 

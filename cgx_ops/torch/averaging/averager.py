@@ -180,14 +180,14 @@ class QuantizedModelAverager(ModelAverager):
             params: as for `average_parameters`.
 
         Raises:
-            InvalidArgument: ranks have parameters of other shapes; every rank raises it.
+            InvalidArgument: ranks have parameters of other shapes or dtypes; every rank raises it.
             RuntimeError: a peer is late or lost; the text names the rank.
         """
         parameters, group = _trained(params), self.exchange.group
         gather = gather_over(group)
         require_same(
             f"{_CALLER}.synchronize",
-            {"parameters of shapes": [[*p.shape] for p in parameters]},
+            {"parameters:": [f"{p.dtype} {[*p.shape]}" for p in parameters]},
             gather,
             "Make the same model on all ranks",
             error=InvalidArgument,
@@ -197,8 +197,9 @@ class QuantizedModelAverager(ModelAverager):
         source = max(range(len(everyones)), key=lambda rank: everyones[rank][0])
         step, averages, averaged = everyones[source]
         found = [values_on(group, source, p) for p in parameters]
-        last = self.last.tensors or [p.to(torch.float32) for p in found]
-        last = [values_on(group, source, x) for x in last] if averaged else []
+        # A checkpoint may have come from another device.
+        last = zip(self.last.tensors or found, parameters, strict=True) if averaged else ()
+        last = [values_on(group, source, x.to(p.device, torch.float32)) for x, p in last]
         # Nothing changes before all of it has arrived, so that a failed call can be repeated.
         for parameter, values in zip(parameters, found, strict=True):
             parameter.detach().copy_(values)

@@ -230,17 +230,18 @@ def forget(name: str, era: str) -> None:
         _slot_of(listed)
     for group, slot in list(_slots.items()):
         if group.group_name == name:
-            slot.era = era
-            if slot.communicator is not None:
+            slot.era, old, slot.communicator = era, slot.communicator, None
+            if old is not None:
+                forget_calls(old.id)
                 for leave in _leavers:
-                    leave(slot.communicator)
-                forget_calls(slot.communicator.id)
-            slot.communicator = None
+                    leave(old)
 
 
 def _leave(group: dist.ProcessGroup, uuid: int) -> None:
     """Abort the communicator of a group of another backend whose members change."""
     if is_ours(group):  # its backend does this
+        return
+    if not getattr(group, "supports_reconfigure", False):  # torch will raise
         return
     old = _slot_of(group).communicator
     forget(group.group_name, f"/{uuid}")

@@ -167,7 +167,7 @@ class _Reconfigurations:
         )  # fmt: skip
         try:
             meeting.end()
-            _tell_torch(name, uuid, size)
+            _update_torch(name, uuid, size)
             self._handle, self._communicator = self._handle.next(), comm.id
             return rank, size, comm.id, inner
         except BaseException:
@@ -175,8 +175,8 @@ class _Reconfigurations:
             raise
 
 
-def _tell_torch(name: str, uuid: int, size: int) -> None:
-    """Let torch make groups of the default group's new members.
+def _update_torch(name: str, uuid: int, size: int) -> None:
+    """Set in torch what it needs to make groups of the default group's new members.
 
     torch names a group by the number of groups that the process has made. A new process has
     another number, and both parts of a split have the same one. The uuid is common to the members,

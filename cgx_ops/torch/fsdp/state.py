@@ -120,7 +120,7 @@ class State:
         Raises:
             InvalidArgument: error feedback, adaptive bits or the average over replicas differ from
                 the checkpoint's. Also if the residuals are another rank's, are stored differently,
-                or belong to layers that the model does not have.
+                or belong to layers that the model does not have, or if entries are missing.
         """
         for key, what, has in (
             ("kept", "error feedback", self.kept is not None),
@@ -133,6 +133,11 @@ class State:
                     f"the checkpoint was made {'without' if has else 'with'} {what}: call "
                     "fsdp.compress() with the same arguments as for the checkpoint"
                 )
+        if lacking := {"seed", "draws", "reductions", "used"} - set(state_dict):
+            raise InvalidArgument(
+                f"fsdp.State.load_state_dict: the state lacks {sorted(lacking)}: pass what "
+                "state_dict() of this version of cgx_ops returned"
+            )
         kept, adaptive = None, copy.deepcopy(state_dict.get("adaptive"))
         by_layer: list[dict[str, Any]] = []
         if self.kept is not None:
