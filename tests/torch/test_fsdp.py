@@ -36,7 +36,7 @@ PROGRAM = "run_torch_fsdp.py"
 
 @rank_checks(
     Launch(4, PROGRAM, *ON_FOUR, env=tc.ENVIRONMENT, timeout=150),
-    Launch(4, PROGRAM, *SLOW_ON_FOUR, env=tc.ENVIRONMENT, timeout=150, marks=[pytest.mark.slow]),
+    Launch(4, PROGRAM, *SLOW_ON_FOUR, env=tc.ENVIRONMENT, timeout=300, marks=[pytest.mark.slow]),
     Launch(2, PROGRAM, *SLOW_ON_TWO, env=tc.ENVIRONMENT, timeout=150, marks=[pytest.mark.slow]),
     Launch(4, PROGRAM, *LONGER, env=tc.ENVIRONMENT, timeout=400, marks=[pytest.mark.exhaustive]),
     Launch(
