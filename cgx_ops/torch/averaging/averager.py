@@ -6,7 +6,6 @@ Mini-Batches, Use Local SGD, ICLR 2020. Quantized differences: Reisizadeh et al.
 2020.
 """
 
-import pickle
 from collections.abc import Iterable
 from typing import Any, Unpack
 
@@ -19,7 +18,7 @@ from cgx_ops._core.consistency import require_same
 from cgx_ops.config import Keywords, config_of
 from cgx_ops.errors import InvalidArgument, require_integer
 from cgx_ops.torch.averaging.arithmetic import full_precision
-from cgx_ops.torch.averaging.exact import gather_over, values_on
+from cgx_ops.torch.averaging.exact import gather_over, state_ahead, values_on
 from cgx_ops.torch.averaging.exchange import EXACT, Carriers, Exchange, check_parameters
 from cgx_ops.torch.averaging.grad_scaler import refuse_grad_scaler
 from cgx_ops.torch.averaging.loaded import require_keys
@@ -184,18 +183,15 @@ class QuantizedModelAverager(ModelAverager):
             RuntimeError: a peer is late or lost; the text names the rank.
         """
         parameters, group = _trained(params), self.exchange.group
-        gather = gather_over(group)
         require_same(
             f"{_CALLER}.synchronize",
             {"parameters:": [f"{p.dtype} {[*p.shape]}" for p in parameters]},
-            gather,
+            gather_over(group),
             "Make the same model on all ranks",
             error=InvalidArgument,
         )
-        own = pickle.dumps((self.step, self.exchange.steps, bool(self.last.tensors)))
-        everyones = [pickle.loads(theirs) for theirs in gather(own)]
-        source = max(range(len(everyones)), key=lambda rank: everyones[rank][0])
-        step, averages, averaged = everyones[source]
+        own = self.exchange.steps, bool(self.last.tensors)
+        source, step, (averages, averaged) = state_ahead(group, self.step, own)
         found = [values_on(group, source, p) for p in parameters]
         # A checkpoint may have come from another device.
         last = zip(self.last.tensors or found, parameters, strict=True) if averaged else ()

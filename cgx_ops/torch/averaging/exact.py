@@ -1,6 +1,7 @@
 """Exact collectives of a process group, even inside a compressed() block."""
 
 import contextlib
+import pickle
 from collections.abc import Iterator
 from typing import Any
 
@@ -57,6 +58,19 @@ def all_gather_over(group: dist.ProcessGroup, x: torch.Tensor) -> torch.Tensor:
     with process_group.uncompressed():
         dist.all_gather_into_tensor(everyones, x.contiguous().view(1, -1), group)
     return everyones
+
+
+def state_ahead(group: dist.ProcessGroup, steps: int, state: Any) -> tuple[int, int, Any]:
+    """Return the rank that has done the most steps, its steps and its state. Collective.
+
+    Args:
+        group: the ranks.
+        steps: of this rank; of equal ones, the lowest rank is ahead.
+        state: of this rank; any object that can be pickled.
+    """
+    everyones = [pickle.loads(each) for each in gather_over(group)(pickle.dumps((steps, state)))]
+    rank = max(range(len(everyones)), key=lambda rank: everyones[rank][0])
+    return rank, *everyones[rank]
 
 
 def values_on(group: dist.ProcessGroup, rank: int, x: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,6 @@
 
 import hashlib
 import inspect
-import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
@@ -14,7 +13,7 @@ from cgx_ops import Config
 from cgx_ops._core.consistency import require_same
 from cgx_ops.errors import InvalidArgument
 from cgx_ops.torch.averaging.arithmetic import full_precision
-from cgx_ops.torch.averaging.exact import gather_over, mean_over, values_on
+from cgx_ops.torch.averaging.exact import gather_over, mean_over, state_ahead, values_on
 from cgx_ops.torch.averaging.exchange import Exchange, check_parameters
 from cgx_ops.torch.averaging.grad_scaler import Scaling, handles_overflow, scaling_of
 from cgx_ops.torch.averaging.layers import layer_name
@@ -257,9 +256,8 @@ class ExchangingOptimizer(Optimizer):
                 every rank raises it.
             RuntimeError: a peer is late or lost; the text names the rank.
         """
-        group, own = self.exchange.group, pickle.dumps((self.exchange.steps, self._common()))
-        everyones = [pickle.loads(theirs) for theirs in gather_over(group)(own)]
-        source = max(range(len(everyones)), key=lambda rank: everyones[rank][0])
+        group = self.exchange.group
+        source, steps, settings = state_ahead(group, self.exchange.steps, self._common())
         parameters = [p for g in self.param_groups for p in g["params"]]
         require_same(
             f"{self._caller}.synchronize",
@@ -277,7 +275,6 @@ class ExchangingOptimizer(Optimizer):
         # Nothing changes before all of it has arrived, so that a failed call can be repeated.
         for each, values in zip(kept, found, strict=True):
             each.detach().copy_(values)
-        steps, settings = everyones[source]
         self.exchange.steps = steps
         self._adopt(settings)
         self._compared = False

@@ -111,19 +111,24 @@ def feedback_by_layer() -> None:
                 assert first != last, "DDP did not rebuild its buckets"
 
 
+def listing(module: torch.nn.Module, hook: Any) -> tuple[Any, list[list[str]]]:
+    """Return a hook that lists the names in each bucket before it calls `hook`, and the list."""
+    known = {id(p): name for name, p in module.named_parameters()}
+    buckets: list[list[str]] = []
+
+    def listed(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        buckets.append([known[id(p)] for p in bucket.parameters()])
+        return hook(state, bucket)
+
+    return listed, buckets
+
+
 def entropy_by_bucket() -> None:
     """Compare with the oracle, which packs the small layers of a bucket as the core does."""
     for mode in carriers_and_buckets():
-        buckets: list[list[str]] = []
-
-        def hook(
-            state: Any, bucket: GradBucket, seen: Any = buckets
-        ) -> torch.futures.Future[torch.Tensor]:
-            known = {id(p): name for name, p in model.module.named_parameters()}  # noqa: B023
-            seen.append([known[id(p)] for p in bucket.parameters()])
-            return ddp.quantized_allreduce_hook(state, bucket)
-
-        model, state = hooked(network(), ENTROPY, hook, **mode)
+        module = network()
+        hook, buckets = listing(module, ddp.quantized_allreduce_hook)
+        model, state = hooked(module, ENTROPY, hook, **mode)
         alone = [local_gradients(rank, spare=True) for rank in range(SIZE)]
         lost = [{n: tc.to_numpy(x) for n, x in zeros_for(each).items()} for each in alone]
         for step in range(4):

@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from failing import fails
 from support import torch_cases as tc
-from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 from torch_training import refused_start
 
@@ -34,7 +33,7 @@ from .common import (
     network,
     same,
 )
-from .feedback import ENTROPY, bucket_average, zeros_for
+from .feedback import ENTROPY, bucket_average, listing, zeros_for
 
 CONFIG = Config(bits=4, bucket_size=64, error_feedback=True)  # noise and residuals
 _NUMELS = {name: p.numel() for name, p in network().named_parameters()}
@@ -119,16 +118,9 @@ def messages_of(plan: Plan, buckets: Sequence[list[str]]) -> list[list[str]]:
 def entropy_by_group() -> None:
     """Compare with the oracle, which packs the small layers of a group as the core does."""
     for plan in (WHOLE, THREE):
-        buckets: list[list[str]] = []
-
-        def hook(
-            state: Any, bucket: GradBucket, seen: Any = buckets
-        ) -> torch.futures.Future[torch.Tensor]:
-            known = {id(p): name for name, p in model.module.named_parameters()}  # noqa: B023
-            seen.append([known[id(p)] for p in bucket.parameters()])
-            return ddp.planned_allreduce_hook(state, bucket)
-
-        model = DistributedDataParallel(network(), bucket_cap_mb=1e-5)
+        module = network()
+        hook, buckets = listing(module, ddp.planned_allreduce_hook)
+        model = DistributedDataParallel(module, bucket_cap_mb=1e-5)
         state = ddp.PlannedAllreduceState(plan, None, ENTROPY)
         model.register_comm_hook(state, hook)
         alone = [local_gradients(rank, spare=True) for rank in range(SIZE)]
