@@ -158,6 +158,34 @@ void the_memory_of_a_long_frame_grows_with_its_bytes() {
   }
 }
 
+// After an error the connection is read without extracting frames, until it is closed.
+void room_is_left_behind_frames_that_nobody_extracts() {
+  BlockPool blocks;
+  FrameReader reader(&blocks);
+  const Bytes first = frame({1'000'000, FrameHeader::kBulk, 7, 9}, Bytes(1'000'000));
+  Bytes small;  // more bytes than a small block has
+  for (int i = 0; i < 10'000; ++i) {
+    const Bytes next = frame({0, FrameHeader::kControl, 0, 0}, Bytes());
+    small.insert(small.end(), next.begin(), next.end());
+  }
+  const auto receive = [&](const Bytes& bytes) {
+    for (size_t at = 0; at < bytes.size();) {
+      const std::span<std::byte> room = reader.room();
+      CHECK(!room.empty(), "room");
+      const size_t count = std::min(room.size(), bytes.size() - at);
+      std::memcpy(room.data(), bytes.data() + at, count);
+      reader.filled(count);
+      at += count;
+    }
+  };
+  receive(first);
+  CHECK(reader.next().has_value(), "the first frame");
+  for (int i = 0; i < 20; ++i) receive(small);
+  int frames = 0;
+  while (reader.next()) ++frames;
+  CHECK(frames == 200'000, join(frames, " frames"));
+}
+
 void malformed_frames_are_rejected() {
   for (const FrameHeader header : {FrameHeader{0, 0, 0, 0}, FrameHeader{0, 4, 0, 0},
                                    FrameHeader{UINT32_MAX, FrameHeader::kBulk, 0, 0},
@@ -496,6 +524,7 @@ int main() {
   other_peers_are_rejected();
   frames_are_reassembled();
   the_memory_of_a_long_frame_grows_with_its_bytes();
+  room_is_left_behind_frames_that_nobody_extracts();
   malformed_frames_are_rejected();
   ranks_connect_despite_unauthenticated_peers();
   many_unauthenticated_peers_block_no_rank();

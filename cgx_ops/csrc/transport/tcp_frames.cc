@@ -33,7 +33,8 @@ std::span<std::byte> FrameReader::room() {
     FrameHeader header;
     std::memcpy(&header, block_.get() + begin_, sizeof(header));
     whole += header.size + frame_padding(header.size);
-    wanted = std::min(wanted, whole - there);
+    // After an error, complete frames stay here while the connection is read on.
+    if (there < whole) wanted = std::min(wanted, whole - there);
   }
   if (there == 0 && block_.use_count() == 1) begin_ = end_ = 0;
   if (begin_ + std::min(whole, kTrusted) > capacity_ || end_ + wanted > capacity_)
@@ -43,7 +44,8 @@ std::span<std::byte> FrameReader::room() {
 
 // The size of a long frame is not trusted: its memory doubles as bytes arrive.
 void FrameReader::move_to_next_block(size_t needed) {
-  const size_t there = end_ - begin_, capacity = std::max(kBlock, needed);
+  const size_t there = end_ - begin_;
+  const size_t capacity = std::max({kBlock, needed, there + kLeastRoom});
   std::shared_ptr<std::byte> next(blocks_->take(capacity).release(),
                                   [capacity, blocks = blocks_](std::byte* block) {
                                     blocks->give_back(BlockPool::Block(block), capacity);
