@@ -162,6 +162,11 @@ class Config:
         return replace(self, **own) if own else self
 
     @property
+    def is_exact(self) -> bool:
+        """Whether values are sent without an error: in 32 bits, or by "lossless"."""
+        return self.bits == EXACT_BITS or COMPRESSORS[self.compressor]["exact"]
+
+    @property
     def draws(self) -> bool:
         """Whether a seed affects the result: rounding noise, or the indices of "randk"."""
         if self.bits == EXACT_BITS:

@@ -173,7 +173,8 @@ class QuantizedModelAverager(ModelAverager):
         Call it after the members of the group have changed, before the next step: the last average
         may have failed on some ranks only, and new ranks have none. All ranks take the parameters,
         the last average and the step of the rank that is ahead; of equal ones, the lowest. Each
-        rank keeps its own residuals, which a new rank starts at zero.
+        rank keeps its own residuals, which a new rank starts at zero. Those of a rank whose last
+        average failed become those after the average, since its message was part of it.
 
         Args:
             params: as for `average_parameters`.
@@ -199,7 +200,8 @@ class QuantizedModelAverager(ModelAverager):
         # Nothing changes before all of it has arrived, so that a failed call can be repeated.
         for parameter, values in zip(parameters, found, strict=True):
             parameter.detach().copy_(values)
-        self.step, self.exchange.steps, self.last = step, averages, Average(last)
+        self.step, self.last = step, Average(last)
+        self.exchange.continue_at(averages)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint. With error feedback it differs between ranks.

@@ -36,6 +36,7 @@ class Flight:
 
     Attributes:
         like: the tensors that are averaged.
+        keep: makes the residuals those after the average.
     """
 
     def __init__(
@@ -54,7 +55,8 @@ class Flight:
             confirmation: the message that follows, if there is one.
         """
         self.like = like
-        self._future, self._keep, self._confirmation = future, keep, confirmation
+        self.keep = keep
+        self._future, self._confirmation = future, confirmation
 
     @full_precision()
     def wait(self) -> list[torch.Tensor]:
@@ -89,7 +91,7 @@ class Flight:
         return list(self.like)
 
     def _accept(self, buffer: torch.Tensor) -> None:
-        self._keep()
+        self.keep()
         pieces = buffer.split([x.numel() for x in self.like])
         self.like = [piece.view(x.shape) for piece, x in zip(pieces, self.like, strict=True)]
         self._future = None
@@ -104,6 +106,7 @@ class Exchange(AveragingState):
     """
 
     kept = (*AveragingState.kept, "caller")
+    _failed: Flight | None = None  # the last mean(), if it failed on this rank
 
     def __init__(
         self,
@@ -122,12 +125,25 @@ class Exchange(AveragingState):
         assert self.rules is not None
         self.rules.warn_of_unmatched(names, f"{self.caller}: ")
 
+    def continue_at(self, steps: int) -> None:
+        """Take the count, not a lower one, of a rank whose parameters this rank takes.
+
+        If that rank has completed the average that failed here, this rank's message is part of it,
+        and so the residuals are those after the average. Those of ranks that are further behind
+        belong to other averages: they start from zero.
+        """
+        if self._failed is not None and steps == self.steps + 1:
+            self._failed.keep()
+        elif steps > self.steps:
+            self.residuals.tensors.clear()
+        self.steps, self._failed = steps, None
+
     def require_kept(self, names: Sequence[str], tensors: Sequence[torch.Tensor]) -> None:
         """Require that ranks store the values that they do not send, for means over senders."""
         assert self.rules is not None
         for name, x in zip(names, tensors, strict=True):
             own = self.rules.of(name, x.dim(), self.config)
-            if own.bits != EXACT_BITS and (own.compressor != "topk" or not own.keeps_residuals):
+            if not own.is_exact and (own.compressor != "topk" or not own.keeps_residuals):
                 raise InvalidArgument(
                     f"{self.caller}: mean_over='senders' needs compressor='topk' with error "
                     f"feedback, but '{name}' is sent by {own.compressor!r}, with "
@@ -145,12 +161,15 @@ class Exchange(AveragingState):
 
         A failed call does not count as a step, on any rank.
         """
-        steps = self.steps
+        steps, flight = self.steps, None
         try:
-            return self.start(names, tensors, config=config).wait()
+            flight = self.start(names, tensors, config=config)
+            result = flight.wait()
         except Exception:
-            self.steps = steps
+            self.steps, self._failed = steps, flight
             raise
+        self._failed = None
+        return result
 
     @full_precision()
     def start(
@@ -278,7 +297,7 @@ class Exchange(AveragingState):
 
 def _with_one_bit(config: Config) -> Config:
     """Return a config that sends the same values with 1 bit each."""
-    if config.bits == EXACT_BITS:
+    if config.is_exact:
         return config
     return replace(config, value_bits=1, error_feedback=None)
 

@@ -248,8 +248,9 @@ class ExchangingOptimizer(Optimizer):
         Call it after the members of the group have changed, before the next forward: the last step
         may have failed on some ranks only, and new ranks have done none. All ranks take parameters,
         settings and the common state of the rank that is ahead; of equal ones, the lowest. Each
-        rank keeps its own residuals and momenta, which a new rank starts at zero. Learning-rate
-        schedulers and buffers of the model are not part of it.
+        rank keeps its own residuals and momenta, which a new rank starts at zero. Residuals of a
+        rank whose last step failed become those after the step, since its message was part of the
+        step. Learning-rate schedulers and buffers of the model are not part of it.
 
         Raises:
             InvalidArgument: ranks have other optimizers or parameters of other shapes or dtypes;
@@ -275,7 +276,7 @@ class ExchangingOptimizer(Optimizer):
         # Nothing changes before all of it has arrived, so that a failed call can be repeated.
         for each, values in zip(kept, found, strict=True):
             each.detach().copy_(values)
-        self.exchange.steps = steps
+        self.exchange.continue_at(steps)
         self._adopt(settings)
         self._compared = False
 
