@@ -32,7 +32,7 @@ from cgx_ops.torch.averaging.layers import named_layers
 from cgx_ops.torch.averaging.loaded import require_keys, require_layers
 from cgx_ops.torch.diloco.fragments import of_modules
 from cgx_ops.torch.diloco.outer import optimizer_of, outer_parameter
-from cgx_ops.torch.diloco.ranks import CALLER, failing, synchronize
+from cgx_ops.torch.diloco.ranks import CALLER, arguments_of, failing, synchronize
 
 _KEPT = ("steps", "applied", "mean_over", "outer", "exchange")
 
@@ -107,6 +107,7 @@ class DiLoCo:
         parameters: parameters of the model that require gradients.
         outer_parameters: their last applied values, float32, equal on all ranks.
         outer_optimizer: the optimizer of the outer parameters.
+        optimizer_arguments: its type and first settings, which ranks compare.
         exchange: settings and residuals of the messages.
         steps: number of inner steps so far.
         applied: number of applied fragments so far.
@@ -185,6 +186,7 @@ class DiLoCo:
         pins = pin_memory and device.type == "cpu" and self.parameters[0].is_cuda
         self.outer_parameters = [outer_parameter(p, device, pins) for p in self.parameters]
         self.outer_optimizer = optimizer_of(outer_optimizer, self.parameters, self.outer_parameters)
+        self.optimizer_arguments = arguments_of(self.outer_optimizer)
         self.steps = self.applied = 0
         self.joined = False
         self._flight: tuple[int, Flight] | None = None

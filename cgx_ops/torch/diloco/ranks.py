@@ -39,6 +39,7 @@ class OuterLoop(Protocol):
     parameters: list[nn.Parameter]
     outer_parameters: list[nn.Parameter]
     outer_optimizer: Optimizer
+    optimizer_arguments: str
     exchange: Exchange
     mean_over: str
     steps: int
@@ -120,10 +121,10 @@ def _receive(loop: OuterLoop, source: int, *, is_behind: bool, applied: int) -> 
         values = values_on(group, source, outer.to(parameter.device))
         if is_behind or not _same_bits(values, outer):
             received[outer] = values
+    if state[0] is not None and group.rank() != source:
+        loop.outer_optimizer.load_state_dict(state[0])  # a schedule may have changed its settings
     if not is_behind and not received:
         return
-    if state[0] is not None:
-        loop.outer_optimizer.load_state_dict(state[0])
     for outer, values in received.items():
         outer.copy_(values)
     loop.exchange.residuals.tensors.clear()  # they belong to averages of other ranks
@@ -165,12 +166,13 @@ def _shared(loop: OuterLoop) -> dict[str, object]:
         "rules": exchange.rules,
         "carrier": exchange.carrier,
         "mean_over": loop.mean_over,
-        "outer_optimizer": _settings(loop.outer_optimizer),
+        "outer_optimizer": loop.optimizer_arguments,
         **{f"parameter {i}": each for i, each in enumerate(parameters)},
     }
 
 
-def _settings(optimizer: Optimizer) -> str:
+def arguments_of(optimizer: Optimizer) -> str:
+    """Return the type and the settings of a new optimizer, for comparison across ranks."""
     groups: Sequence[dict[str, Any]] = [
         {name: value for name, value in group.items() if name != "params"}
         for group in optimizer.param_groups

@@ -92,6 +92,27 @@ def merged_groups() -> None:
         identical_on_all_ranks(weights_of(model))
 
 
+def settings_of_the_outer_optimizer_may_change() -> None:
+    """Check that members regroup after a schedule has changed the rate on some of them."""
+    model = network()
+    loop = DiLoCo(model, sync_every=2, config=LEVELS)
+    run(model, loop, range(2))
+    for group in loop.outer_optimizer.param_groups:
+        group["lr"] /= 2 + RANK
+    changed: Any = [loop.outer_optimizer.param_groups[0]["lr"]]
+    dist.broadcast_object_list(changed, 0)
+    loop.regroup()
+    assert [group["lr"] for group in loop.outer_optimizer.param_groups] == changed
+    run(model, loop, range(2, 6))
+    identical_on_all_ranks(weights_of(model))
+    rates: Any = {"outer_optimizer": lambda p: torch.optim.SGD(p, lr=0.5 + RANK / 8)}
+    fails(
+        InvalidArgument,
+        "outer_optimizer",
+        lambda: DiLoCo(model, sync_every=2, config=LEVELS, **rates),
+    )
+
+
 def connected_later() -> None:
     """Check that connect=False does not communicate, and that regroup() then synchronizes."""
     model = network()
@@ -117,4 +138,4 @@ def connected_later() -> None:
 
 
 CHECKS = [saved_once_regrouped, new_members_select_same_values, memory_formats_may_differ]
-CHECKS += [merged_groups, connected_later]
+CHECKS += [merged_groups, settings_of_the_outer_optimizer_may_change, connected_later]
