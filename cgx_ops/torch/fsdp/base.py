@@ -4,7 +4,7 @@
 2. Bases: of a model
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import IntEnum
 from typing import Any
 
@@ -42,10 +42,11 @@ class Base:
     Args:
         block: the layout of the group's messages.
         on_cpu: whether to store the weights in host memory.
+        count: returns the number of reductions of gradients so far.
     """
 
-    def __init__(self, block: Block, on_cpu: bool) -> None:
-        self._block, self._on_cpu = block, on_cpu
+    def __init__(self, block: Block, on_cpu: bool, count: Callable[[], int]) -> None:
+        self._block, self._on_cpu, self._count = block, on_cpu, count
         self._values: torch.Tensor | None = None  # (ranks, elements of a block)
         self._own: torch.Tensor | None = None  # this rank's exact weights at the last gather
         self._reductions: int | None = None  # of gradients, before the last gather
@@ -100,21 +101,18 @@ class Base:
         self._own, self._reductions = gathered.to(self._place(own)), None
         return base
 
-    def changes(
-        self, own: torch.Tensor, known: torch.Tensor | None, reductions: int
-    ) -> list[Change]:
+    def changes(self, own: torch.Tensor, known: torch.Tensor | None) -> list[Change]:
         """Return how each parameter changed on this rank.
 
         Args:
             own: this rank's weights.
             known: this rank's part of a loaded base.
-            reductions: the number of reductions of gradients so far.
         """
         if known is None and self._values is not None:
             known = self._values[self._block.ranks.rank()]
         if known is None or self._own is None or self._replaced:
             return [Change.REPLACED] * len(self._shards)
-        trained = reductions != self._reductions
+        trained = self._reductions != self._count()
         return [
             _change(own[run], self._own[run], known[run], trained) for _, _, run in self._runs()
         ]
@@ -189,19 +187,29 @@ class Base:
     def saved(self) -> Iterator[tuple[str, tuple[torch.Tensor, torch.Tensor]]]:
         """Yield the parameters: this rank's parts of the base and of the exact gathered weights.
 
-        The parts are DTensors. Before the first gather they are the parameters'.
+        The parts are DTensors. If the next gather sends exact weights, they are the parameters'.
         """
-        rank = self._block.ranks.rank()
+        rank, is_replaced = self._block.ranks.rank(), self._is_replaced()
         for name, p, run in self._runs():
             exact = p.sharded.detach()
             if self._loaded is not None:
                 base, gathered = (parts.get(name, exact) for parts in self._loaded.values())
-            elif self._values is not None and self._own is not None:
+            elif self._values is not None and self._own is not None and not is_replaced:
                 base = _part(exact, p, self._values[rank, run])
                 gathered = _part(exact, p, self._own[run])
             else:
                 base = gathered = exact
             yield name, (base.clone(), gathered.clone())
+
+    def _is_replaced(self) -> bool:
+        """Return whether weights were loaded, or changed without a reduction, since a gather."""
+        if self._replaced or self._own is None or self._reductions != self._count():
+            return self._replaced
+        for _, p, run in self._runs():
+            gathered = _local(_part(p.sharded.detach(), p, self._own[run]))
+            if not torch.equal(gathered, _local(p.sharded).to(gathered.dtype)):
+                return True
+        return False
 
     def load(self, parts: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
         """Set the parts that the next gather begins with."""

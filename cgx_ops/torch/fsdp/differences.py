@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from cgx_ops import Config, Segment
-from cgx_ops._core.tables import COMPRESSORS, EXACT_BITS
+from cgx_ops._core.tables import EXACT_BITS
 from cgx_ops.config import require_feedback
 from cgx_ops.errors import InvalidArgument
 from cgx_ops.torch.backend.groups import communicator_of
@@ -66,7 +66,7 @@ class Differences:
     def __post_init__(self) -> None:
         if not isinstance(self.config, Config):
             raise TypeError(f"Differences.config is {self.config!r}; it must be a cgx_ops.Config")
-        if is_exact(self.config):
+        if self.config.is_exact:
             raise InvalidArgument(
                 f"Differences.config is exact ({self.config}); exact weights need no differences: "
                 "pass weights=None or weights=Config(compressor='lossless'), or a config with "
@@ -75,14 +75,9 @@ class Differences:
         require_convergence(self.config, "Differences.config")
 
 
-def is_exact(config: Config) -> bool:
-    """Return whether a config has no error. Its weights are then sent instead of differences."""
-    return config.bits == EXACT_BITS or COMPRESSORS[config.compressor]["exact"]
-
-
 def require_convergence(config: Config, what: str) -> None:
     """Raise InvalidArgument if the error of a config may exceed the difference that it encodes."""
-    if is_exact(config):
+    if config.is_exact:
         return
     try:
         require_feedback(replace(config, error_feedback=True))
@@ -98,7 +93,7 @@ class DifferenceGather(Custom):
 
     def __init__(self, block: Block, setting: Differences, state: State, plain: Any) -> None:
         super().__init__(block, setting.config, state, plain)
-        self._base = Base(block, setting.on_cpu)
+        self._base = Base(block, setting.on_cpu, lambda: state.reductions)
         state.bases.add(self._base)
 
     def open(self) -> None:
@@ -138,7 +133,7 @@ class DifferenceGather(Custom):
             if not sent:
                 base.copy_to(output_tensor)
                 return None
-            exact = [is_exact(each.config or self._config) for each in sent]
+            exact = [(each.config or self._config).is_exact for each in sent]
             message = own.clone()
             base.subtract_from(message, sent, exact)
             change_base = functools.partial(base.add, output_tensor, sent, exact)
@@ -163,7 +158,7 @@ class DifferenceGather(Custom):
         self, own: torch.Tensor, loaded: torch.Tensor | None, group: dist.ProcessGroup
     ) -> list[int]:
         """Return how each parameter changed on any rank."""
-        changes = self._base.changes(own, loaded, self._state.reductions)
+        changes = self._base.changes(own, loaded)
         has = int(loaded is not None)
         flags = np.array([*changes, has, -has], np.float32)
         name = f"fsdp/changes/{self._block.name}"

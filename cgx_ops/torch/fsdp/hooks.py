@@ -99,8 +99,8 @@ def compress(
     Raises:
         InvalidArgument: no module is wrapped, a module is only replicated, cgx_ops cannot connect a
             process group, or `feedback` or `adaptive` does not fit `gradients`. Also if `replicas`
-            do not have this rank's shards, or `replica_gradients` has no `replicas`.
-        ValueError: a module shards its parameters over several meshes.
+            do not have this rank's shards, or `replica_gradients` has no `replicas`. Or a module
+            shards its parameters over several meshes.
         TypeError: `gradients`, `weights` or `rules` is of another type. With `replicas`, also if
             parameters are not on the CPU.
 
@@ -136,6 +136,12 @@ def compress(
             f"no module of this {type(model).__name__} is an FSDPModule: call "
             "torch.distributed.fsdp.fully_shard before compress"
         )
+    for name, module in wrapped.items():
+        if len(parallel.fsdp_groups(module)) > 1:
+            raise InvalidArgument(
+                f"module '{name}' is sharded over several meshes, and torch accepts no custom "
+                "collectives for it: call fully_shard for its parts, with one mesh each"
+            )
     every = list(model.named_parameters(remove_duplicate=False))
     known = [layer_name(name) for name, _ in every]
     gathered.warn_of_unmatched(known)

@@ -310,16 +310,30 @@ def restore(folder: Any, model: Any, optimizer: Any, state: Any) -> None:
 
 
 def resumed_differences_are_bitwise_equal() -> None:
-    """Resume after an evaluation or directly after a step; the weights in use have equal bits."""
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for options, evaluates in (({}, True), ({}, False), ({"mp_policy": policy}, False)):
+    """Resume after a step, an evaluation or other weights; the weights in use have equal bits."""
+    policy = {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)}
+
+    def evaluate(model: Any) -> None:
+        with torch.no_grad():
+            model(batch(9)[0])
+
+    def change(model: Any) -> None:
+        evaluate(model)
+        with torch.no_grad():
+            for p in model.blocks[1].parameters():
+                p.mul_(1.5)
+
+    def replace_all(model: Any) -> None:
+        model.load_state_dict({name: 2 * x for name, x in model.state_dict().items()})
+
+    cases: list[tuple[dict[str, Any], Any]] = [({}, evaluate), ({}, id), (policy, id)]
+    cases += [({}, change), (policy, change), ({}, replace_all)]
+    for options, before in cases:
         with folder_of_all() as folder:
             model, optimizer, state = start_of_training(**options)
             for step in range(3):
                 run(model, step, optimizer)
-            if evaluates:
-                with torch.no_grad():
-                    model(batch(9)[0])
+            before(model)
             save(saved_parts(model, optimizer, state), checkpoint_id=folder)
             pickled = pickle.loads(pickle.dumps(state)).state_dict()
             with weights_used(model) as want:
@@ -342,7 +356,9 @@ def resumed_differences_are_bitwise_equal() -> None:
                     for one, other in zip(want, got, strict=True)
                     for a, b in zip(one.values(), other.values(), strict=True)
                 )
-                assert same == (kind != "without"), (kind, options)
+                # Without the state, and after replace_all(), the first gather is exact.
+                if kind != "without" or before is not replace_all:
+                    assert same == (kind != "without"), (kind, options, before)
 
 
 def differences_fit_any_number_of_shards() -> None:

@@ -11,10 +11,11 @@ import torch
 import torch.distributed as dist
 from support import torch_cases as tc
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from cgx_ops import Config, InvalidArgument
 from cgx_ops.torch import fsdp
+from cgx_ops.torch._compat import parallel
 from cgx_ops.torch.averaging import QuantizedModelAverager
 from cgx_ops.torch.averaging.layers import Rules
 from cgx_ops.torch.diloco import DiLoCo
@@ -42,6 +43,27 @@ def bad_input() -> None:
     wrong: list[Any] = [[("a", 2)], ["head"], {"head": 2}]
     for rules in wrong:
         refuses(lambda r=rules: fsdp.compress(model, rules=r), TypeError, "give cgx_ops.Rules(")
+
+
+def several_meshes() -> None:
+    """Check that a module on two meshes, to which torch gives two groups, changes nothing."""
+    model = sharded(Model())
+    fsdp.compress(model, FEW, FEW)
+    before = [parallel.fsdp_communications(g) for m in model.modules() for g in groups_of(m)]
+    one = groups_of(model)
+    with mock.patch.object(
+        parallel, "fsdp_groups", lambda m: groups_of(m) * (2 if groups_of(m) == one else 1)
+    ):
+        refuses(lambda: fsdp.compress(model, FEW), InvalidArgument, "over several meshes")
+    after = [parallel.fsdp_communications(g) for m in model.modules() for g in groups_of(m)]
+    assert before == after
+
+
+def groups_of(module: Any) -> list[Any]:
+    return _groups_of(module) if isinstance(module, FSDPModule) else []
+
+
+_groups_of = parallel.fsdp_groups
 
 
 def warned(call: Callable[[], object]) -> list[str]:
@@ -154,4 +176,4 @@ def weight_averagers_reject_shards() -> None:
 
 CHECKS = [weight_averagers_reject_shards]
 CHECKS += [bad_input, exact_with_warning, repeated_compress, failure_on_one_rank]
-CHECKS += [mismatched_ranks]
+CHECKS += [mismatched_ranks, several_meshes]
