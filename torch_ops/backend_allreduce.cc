@@ -91,13 +91,14 @@ CallBuilder Backend::core_call(cgx_verb_t verb, at::ScalarType dtype, const Deci
                                    : "";
   // Matched separately from calls of torch.ops.cgx on this communicator.
   CallBuilder call("c10d" + name);
+  // Until a seed is drawn, reconfigure() must wait: it would count a call of the old members.
+  const std::lock_guard<std::mutex> lock(draws_mutex_);
   call.fields.comm = communicator();
   call.fields.verb = verb;
   call.fields.dtype = *core_dtype(dtype);
   call.fields.config = how.config;
   if (how.seed_use != CGX_SEED_UNUSED) {
     const int64_t seed = named_seed(how.seed, name_);
-    const std::lock_guard<std::mutex> lock(draws_mutex_);
     // A source is never its own destination, so {} is free for collectives.
     const std::array<int, 3> counted =
         message ? std::array{message->from, message->to, message->tag % kCountedTags}

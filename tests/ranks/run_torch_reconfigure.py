@@ -31,6 +31,7 @@ from cgx_ops import Config, communicator
 from cgx_ops._core import library
 from cgx_ops.planner import AdaptiveBits
 from cgx_ops.torch import BackendOptions, all_gather, ddp
+from cgx_ops.torch.backend import process_group
 from cgx_ops.torch.ddp.deep_gradient import hosts
 
 dist: Any = distributed  # torch 2.13 has no annotations of the functions used here
@@ -322,8 +323,14 @@ def recovers_after_abort_and_timeout() -> None:
 
 
 def hooks_follow_the_members() -> None:
-    """Averages of DDP hooks, with states that store something about the ranks."""
+    """Averages of DDP hooks, with states that store something about the ranks.
+
+    One state is loaded, with residuals of a rank that then changes.
+    """
+    feedback = Config(bits=4, rounding="nearest", error_feedback=True)
+    loaded = ddp.QuantizedAllreduceState(config=feedback)
     states = [
+        loaded,
         ddp.QuantizedAllreduceState(config=Config(bits=4)),
         ddp.QuantizedAllreduceState(config=Config(bits=4), carrier="c10d"),
         ddp.QuantizedAllreduceState(config=Config(bits=4), adaptive=AdaptiveBits()),
@@ -342,7 +349,17 @@ def hooks_follow_the_members() -> None:
                 assert layer.weight.grad is not None
                 mean = sum(rank + 1 for rank in mine) / len(mine)
                 assert (layer.weight.grad == mean).all(), (state.carrier, layer.weight.grad, mean)
+        loaded.load_state_dict(loaded.state_dict())
     assert len(communicator._calls) <= counters + 1, "counters of old communicators"
+
+
+def forgets_a_communication_hook() -> None:
+    """As a new group, which compresses gradients again: newcomers have seen no hook."""
+    options = process_group._groups[dist.group.WORLD.group_name].native
+    before, options.automatic = options.automatic, type(options.automatic).NOTHING
+    join(range(SIZE))
+    assert options.automatic == type(before).GRADIENTS
+    options.automatic = before
 
 
 def compiled_sizes_do_not_change() -> None:
@@ -463,6 +480,7 @@ CHECKS: tuple[Callable[[], None], ...] = (
     recovers_after_abort_and_timeout,
     hooks_follow_the_members,
     hooks_follow_a_gloo_group,
+    forgets_a_communication_hook,
     torch_has_the_new_ranks,
     ends_gloo_calls_of_destroyed_groups,
     ends_averages_between_hosts,

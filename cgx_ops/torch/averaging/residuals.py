@@ -28,7 +28,7 @@ class Residuals:
         tensors: flat, by name, on the device of the gradient.
         owner: the owning rank and the number of ranks; None if no rank owns them yet.
         consolidated: whether they are equal on all ranks.
-        loaded: whether they come from a checkpoint and no rank has claimed them yet.
+        loaded: whether they come from a checkpoint and may be those of another rank.
     """
 
     loaded = False  # for residuals that were pickled by earlier versions
@@ -86,6 +86,10 @@ class Residuals:
                 "call the state's consolidate() on all ranks before you save the checkpoint"
             )
         self.owner, self.consolidated, self.loaded = (rank, size), False, False
+
+    def confirm(self, rank: int, size: int) -> None:
+        """Note that loaded residuals are this rank's own, if they are, before its rank changes."""
+        self.loaded = self.loaded and self.owner != (rank, size)
 
     def consolidate(self, group: dist.ProcessGroup) -> None:
         """Replace residuals by their mean over the ranks of `group`. Collective.

@@ -155,7 +155,11 @@ class AveragingState:
         """
         state_dict = next((x for n, x in state_dict.items() if n.startswith(_GROUP)), state_dict)
         require_keys(type(self).__name__, state_dict, self.kept)
-        self.__dict__.update(self.restored(state_dict | {"carrier": self.carrier}))
+        restored = self.restored(state_dict | {"carrier": self.carrier})
+        for each in restored.values():
+            if isinstance(each, Residuals):
+                each.confirm(*self.place)
+        self.__dict__.update(restored)
 
     def restored(self, saved: dict[str, Any]) -> dict[str, Any]:
         """Convert a checkpoint into attributes.
