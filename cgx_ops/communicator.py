@@ -289,7 +289,7 @@ class Communicator:
 
         Args:
             array: The input, of any shape.
-            op: "sum" or "avg"; with 32 bits also "min", "max" and "product".
+            op: "sum" or "avg"; exact values (32 bits, "lossless") also "min", "max" and "product".
             config: The compression; None: `Config()`.
             out: Array for the result; it may be the input itself.
             name: Matches this call with the same call of other ranks.
@@ -567,7 +567,8 @@ class Communicator:
 
         Before survivors of a lost process make another communicator: peers that still wait in a
         collective of this one learn it immediately. Ranks that this rank has sent results to have a
-        moment to receive them: the call takes at most about 1.5 seconds.
+        moment to receive them: the call takes at most about 1.5 seconds. On GPUs it first waits for
+        this rank's collectives, which end at the latest at their deadlines.
 
         Args:
             reason: The text of the peers' errors.

@@ -26,6 +26,9 @@ from cgx_ops.errors import InvalidArgument
 _FIELDS = tuple(row["name"] for row in tables.CONFIG_FIELDS if row["name"] != "algorithm")
 _EXAMPLE = "Rules([('bias|norm', 32), ('embedding', {'compressor': 'topk', 'density': 0.01})])"
 
+# A rule that sets one of these decides how many bits its parameters get.
+_OF_BITS = {"bits", "compressor", "rate", "rounding", "rotation"}
+
 _compiled = functools.lru_cache(maxsize=4096)(re.compile)
 
 
@@ -159,6 +162,16 @@ class Rules:
         if self.exact_vectors and dimensions <= 1 and "rate" not in found:
             found.setdefault("bits", EXACT_BITS)
         return _with_bits(found, config)
+
+    def fix_bits(self, name: str, dimensions: int, config: Config) -> bool:
+        """Return whether rules set the bits, the rate or the encoding of one parameter.
+
+        Args:
+            name: See of().
+            dimensions: See of().
+            config: See of().
+        """
+        return not _OF_BITS.isdisjoint(self.overrides(name, dimensions, config))
 
     def match(self, name: str) -> bool:
         """Return whether any rule applies to the parameter with this name.

@@ -68,6 +68,7 @@ struct Parsed {
   std::shared_ptr<const std::string> text;
   cgx_config_t config;
   cgx_seed_use_t seed_use;
+  bool exact;
 };
 
 // Caches the last config of each thread, since calls in a loop usually share it.
@@ -76,12 +77,13 @@ const Parsed& parsed(const char* caller, std::string_view text) {
   if (known.text && *known.text == text) return known;
   auto copy = std::make_shared<const std::string>(text);
   cgx_config_t config;
-  int32_t seed_use = CGX_SEED_UNUSED;
+  int32_t seed_use = CGX_SEED_UNUSED, exact = 0;
   if (cgx_config_parse(copy->c_str(), &config) != CGX_OK ||
-      cgx_config_seed_use(&config, &seed_use) != CGX_OK) {
+      cgx_config_seed_use(&config, &seed_use) != CGX_OK ||
+      cgx_config_is_exact(&config, &exact) != CGX_OK) {
     refuse_config(caller);
   }
-  known = {std::move(copy), config, static_cast<cgx_seed_use_t>(seed_use)};
+  known = {std::move(copy), config, static_cast<cgx_seed_use_t>(seed_use), exact != 0};
   return known;
 }
 
@@ -178,6 +180,7 @@ Options::Options(std::string_view op, int64_t depth, std::string_view config, st
   config_text = known.text;
   this->config = known.config;
   seed_use = known.seed_use;
+  exact = known.exact;
 }
 
 std::string Options::pack() const {
@@ -214,9 +217,11 @@ void Options::check(const at::Tensor& x) const {
                                          config.algorithm == CGX_RING ? "ring" : "hierarchical",
                                          "'; use auto, sra or one_shot"));
   }
-  if (!is_linear(reduction) && config.bits != 32) {
-    C10_THROW_ERROR(ValueError, c10::str(caller, ": op '", op, "' with ", config.bits,
-                                         " bits; only sum and avg can be quantized: use bits=32"));
+  if (!is_linear(reduction) && !exact) {
+    C10_THROW_ERROR(ValueError,
+                    c10::str(caller, ": op '", op,
+                             "' of compressed values; only sum and avg can be quantized: use "
+                             "bits=32 or compressor='lossless'"));
   }
 }
 

@@ -50,7 +50,8 @@ struct Options {
   int64_t depth;  // 0: a forward call; n: the gradient of a call of depth n - 1
   std::shared_ptr<const std::string> config_text;
   cgx_config_t config;
-  cgx_seed_use_t seed_use;  // derived from the config
+  cgx_seed_use_t seed_use;  // derived from the config, as is `exact`
+  bool exact;
   std::string name;
   std::string group_name;
   std::string carrier;

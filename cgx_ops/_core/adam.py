@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from cgx_ops._core.tables import COMPRESSORS, EXACT_BITS
+from cgx_ops._core.tables import EXACT_BITS
 from cgx_ops.config import Config
 from cgx_ops.errors import InvalidArgument, require_integer
 
@@ -75,9 +75,9 @@ def config_of_gradients(config: Config, momentum: Config) -> Config:
     """
     if momentum.bits == EXACT_BITS:
         return config.with_own(bits=EXACT_BITS)
-    if COMPRESSORS[momentum.compressor]["exact"]:
+    if momentum.is_exact:
         return config.with_own(compressor=momentum.compressor)
-    return config
+    return config.with_own(minimal_size=max(config.minimal_size, momentum.minimal_size))
 
 
 # ---- 2. bounds and weights -----------------------------------------------------------------------

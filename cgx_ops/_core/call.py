@@ -16,7 +16,6 @@ from cgx_ops import _numpy_ops
 from cgx_ops._core import library, structs, tables
 from cgx_ops._core.arrays import Array, address, as_output, dtype_code
 from cgx_ops._core.splits import Splits
-from cgx_ops._core.tables import EXACT_BITS
 from cgx_ops.config import Config, check_config
 from cgx_ops.errors import InvalidArgument, checked_seed
 
@@ -167,7 +166,7 @@ class Call:
         used = {self.config, *own}
         self._draws = any(each.draws for each in used)
         sums = op in ("sum", "avg")  # the core refuses residuals of other operations
-        self._loses_nothing = sums and all(each.bits == EXACT_BITS for each in used)
+        self._loses_nothing = sums and all(each.is_exact for each in used)
         # By segment: whether its seed selects indices ("randk"), equal on all ranks, or noise.
         self._places = [each.compressor == "randk" for each in own or [self.config]]
         # Whether equal arguments make the same call again.
@@ -297,8 +296,8 @@ class Call:
         """Return the addresses of the segments' residuals."""
         if self._loses_nothing:
             raise InvalidArgument(
-                f"{self.verb} with a residual and bits=32: an exact call has no quantization "
-                "error: leave the residual out, or compress"
+                f"{self.verb} with a residual and bits=32 or 'lossless': an exact call has no "
+                "quantization error: leave the residual out, or compress"
             )
         as_output(residual, source.shape, source.dtype, "residual")
         if np.may_share_memory(residual, source) or np.may_share_memory(residual, result):

@@ -9,7 +9,7 @@ import logging
 import os
 from dataclasses import dataclass
 
-from cgx_ops._core.tables import DEFAULT_RATE, EXACT_BITS
+from cgx_ops._core.tables import COMPRESSORS, DEFAULT_RATE, EXACT_BITS
 from cgx_ops.config import Config
 from cgx_ops.errors import InvalidArgument
 from cgx_ops.stats import traffic, with_unit
@@ -113,6 +113,5 @@ def described(config: Config) -> str:
         return f"{config.compressor}, density {config.density:g}"
     if config.compressor == "entropy":
         return f"entropy, rate {config.rate or DEFAULT_RATE:g}"
-    if config.compressor == "lossless":
-        return "lossless"
-    return f"{config.compressor}, {bits}"
+    has_bits = any(COMPRESSORS[config.compressor]["bits"])
+    return f"{config.compressor}, {bits}" if has_bits else config.compressor

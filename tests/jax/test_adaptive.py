@@ -15,13 +15,14 @@ from jax.sharding import PartitionSpec as P
 from support.jax_cases import mesh_of, normal, use_cpu_devices
 
 import cgx_ops.jax
-from cgx_ops import Config, InvalidArgument
+from cgx_ops import Config, InvalidArgument, Rules
 from cgx_ops.jax import numels_of, pmean_q, psum_q, statistics
 from cgx_ops.planner import AdaptiveBits, Plan, allocate_bits, allocate_rates
 
 use_cpu_devices(8)
 
 CONFIG = Config(bits=4, bucket_size=64, rounding="nearest")
+ALL = Rules(exact_vectors=False)  # measures vectors, too
 
 
 def tree_of(step: int) -> dict[str, Any]:
@@ -34,7 +35,10 @@ def tree_of(step: int) -> dict[str, Any]:
 @pytest.mark.parametrize("compressor", ["uniform", "levels", "entropy"])
 def test_statistics_are_the_oracles(compressor: Any) -> None:
     tree = {**{n: x[0] for n, x in tree_of(0).items()}, "one": np.float32(3), "none": np.ones(0)}
-    found = jax.jit(partial(statistics, bucket_size=64, compressor=compressor))(tree)
+    measure = partial(statistics, bucket_size=64, compressor=compressor)
+    assert set(measure(tree)) == {"b"}
+    assert set(measure(tree, rules=Rules([("b", 8)], exact_vectors=False))) == {"a", "c", "one"}
+    found = jax.jit(partial(measure, rules=ALL))(tree)
     assert set(found) == {"a", "b", "c", "one"}
     for name, value in found.items():
         x = np.asarray(tree[name]).reshape(-1)
@@ -49,7 +53,7 @@ def test_each_change_compiles_a_program() -> None:
     def step(tree: Any, plan: Plan) -> Any:
         def body(rows: Any) -> Any:
             own = jax.tree.map(lambda x: x[0], rows)
-            found = jax.lax.pmean(statistics(own, bucket_size=64), "d")
+            found = jax.lax.pmean(statistics(own, bucket_size=64, rules=ALL), "d")
             return psum_q(own, "d", bits=4, bucket_size=64, rules=plan.rules), found
 
         return jax.shard_map(body, mesh=mesh, in_specs=P("d"), out_specs=P())(tree)
@@ -87,7 +91,7 @@ def test_rates_of_entropy_follow_the_statistics() -> None:
     def step(tree: Any, plan: Plan) -> Any:
         def body(rows: Any) -> Any:
             own = jax.tree.map(lambda x: x[0], rows)
-            found = jax.lax.pmean(statistics(own, compressor="entropy"), "d")
+            found = jax.lax.pmean(statistics(own, compressor="entropy", rules=ALL), "d")
             return psum_q(own, "d", config=config, rules=plan.rules), found
 
         return jax.shard_map(body, mesh=mesh, in_specs=P("d"), out_specs=P())(tree)
@@ -117,10 +121,10 @@ def test_documentation_snippet() -> None:
     page = (Path(__file__).parents[2] / "docs/guides/planner.md").read_text()
     block = re.search(r"```python\n(bits = AdaptiveBits.*?)```", page, re.DOTALL)
     assert block is not None
-    params, batches = {"w": normal(1, 40, 40)}, normal(2, 1, 8, 40)
+    params, batches = {"w": normal(1, 40, 40), "b": normal(3, 40)}, normal(2, 1, 8, 40)
 
     def loss(params: Any, batch: jax.Array) -> jax.Array:
-        return jnp.square(batch @ params["w"]).mean()
+        return jnp.square(batch @ params["w"] + params["b"]).mean()
 
     names = {
         "AdaptiveBits": AdaptiveBits, "P": P, "batches": batches, "cgx_ops": cgx_ops,
@@ -135,6 +139,7 @@ def test_documentation_snippet() -> None:
     largest = float(max(jnp.abs(g).max() for g in own))
     bound = largest / 15 + largest * (1 + 1 / 15) / 15
     got: Any = names["gradients"]
+    assert set(names["found"]) == {"w"}
     assert float(jnp.abs(got["w"] - exact).max()) <= bound < float(jnp.abs(exact).max())
 
 

@@ -166,19 +166,17 @@ def test_feedback_that_does_not_converge(case: str, said: str) -> None:
     trace(lambda v: psum_q([v], "d", key=KEY, residual=[None], config=Config(**CASES[case])))
 
 
-def test_residuals_of_exact_calls() -> None:
+@pytest.mark.parametrize("exact", [{"bits": 32}, {"compressor": "lossless"}])
+def test_residuals_of_exact_calls(exact: dict[str, Any]) -> None:
     for reduce in (psum_q, pmean_q):
         with pytest.raises(ValueError, match=rf"{reduce.__name__}: a residual with bits=32"):
-            trace(lambda v, f=reduce: f({"w": v}, "d", key=KEY, residual={"w": v}, bits=32))
+            trace(lambda v, f=reduce: f({"w": v}, "d", key=KEY, residual={"w": v}, **exact))
     x = np.ones(100, np.float32)
     with pytest.raises(ValueError, match="allreduce_q: a residual with bits=32"):
-        CALLS["allreduce_q"](x, residual=x, bits=32)
+        CALLS["allreduce_q"](x, residual=x, **exact)
     # One leaf with an error is enough.
-    trace(
-        lambda v: psum_q(
-            [v, v], "d", key=KEY, residual=[v, v], rules=Rules([("0", 32)], exact_vectors=False)
-        )
-    )
+    rules = Rules([("0", exact)], exact_vectors=False)
+    trace(lambda v: psum_q([v, v], "d", key=KEY, residual=[v, v], rules=rules))
 
 
 @pytest.mark.parametrize("make", [average_gradients, functools.partial(diloco, sync_every=2)])

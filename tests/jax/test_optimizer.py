@@ -231,12 +231,13 @@ def test_residuals_too_large_for_a_dtype_stay_finite(kept: str, sent: str) -> No
 # ---- trees, optimizers and meshes ----------------------------------------------------------------
 
 
-def test_residuals_are_sent_when_all_becomes_exact() -> None:
+@pytest.mark.parametrize("exact", [{"bits": 32}, {"bits": 4, "compressor": "lossless"}])
+def test_residuals_are_sent_when_all_becomes_exact(exact: dict[str, Any]) -> None:
     state: Any = average().init(WEIGHTS)
     _, state = program_of(average(), WEIGHTS)(WEIGHTS, state, ROWS[0])
     owed = list(next(oracle(ROWS))[1])
     assert np.any(owed)
-    becomes = optax.GradientTransformation(average().init, average(bits=32).update)
+    becomes = optax.GradientTransformation(average().init, average(**exact).update)
     got, state = program_of(becomes, WEIGHTS)(WEIGHTS, state, ROWS[1])
     assert same_bits(got, expected(ROWS[1], bits=32, op="avg", residuals=owed))
     assert not fetch(state.residual).any()

@@ -222,8 +222,9 @@ def test_residual_must_not_share_memory() -> None:
         cgx_ops.allreduce(x, out=out, residual=out)
 
 
-def test_exact_calls_have_no_residual() -> None:
-    exact, segments = Config(bits=32), [Segment(0, 50), Segment(50, 50)]
+@pytest.mark.parametrize("exact", [Config(bits=32), Config(compressor="lossless")])
+def test_exact_calls_have_no_residual(exact: Config) -> None:
+    segments = [Segment(0, 50), Segment(50, 50)]
 
     def run(_rank: int, comm: Communicator) -> None:
         x, residual = np.ones(100, np.float32), np.ones(100, np.float32)

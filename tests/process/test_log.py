@@ -120,6 +120,11 @@ def test_invalid_value() -> None:
         (Config(bits=1), "1 bit"),
         (Config(compressor="levels", bits=2), "levels, 2 bits"),
         (Config(compressor="topk", density=0.01), "topk, density 0.01"),
+        (Config(compressor="topk"), "topk"),
+        (Config(compressor="entropy", rate=0.5), "entropy, rate 0.5"),
+        (Config(compressor="lossless"), "lossless"),
+        (Config(compressor="mxfp8"), "mxfp8"),
+        (Config(compressor="half"), "half"),
     ],
 )
 def test_configs_in_words(config: Config, words: str) -> None:

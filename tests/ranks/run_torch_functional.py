@@ -322,11 +322,12 @@ def bad_calls() -> None:
         reduce_scatter(x[:5])
     with refused(ValueError, "x has shape []"):
         reduce_scatter(x[0])
-    with refused(ValueError, "op 'max' with 4 bits", "use bits=32"):
+    with refused(ValueError, "op 'max' of compressed values", "use bits=32"):
         reduce_scatter(x, "max")
     with refused(ValueError, "quantized_reduce_scatter: op 'mean' is unknown"):
         reduce_scatter(x, "mean")  # type: ignore[call-overload]
-    assert reduce_scatter(x, "max", bits=32).tolist() == [1.0] * (40 // size)
+    for exact in (Config(bits=32), Config(compressor="lossless")):
+        assert reduce_scatter(x, "max", config=exact).tolist() == [1.0] * (40 // size)
     with refused(NotImplementedError, "'max' has no gradient"):
         reduce_scatter(x.clone().requires_grad_(), "max", bits=32)
     for function in (reduce_scatter, all_gather):

@@ -53,7 +53,11 @@ BAD_CALLS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         "minimal_size is -1",
     ),
     "op": (lambda: tc.allreduce(X, op="mean"), ValueError, "op 'mean'.*'sum', 'avg'"),
-    "op at 4 bits": (lambda: tc.allreduce(X, op="max"), ValueError, "'max' with 4 bits.*bits=32"),
+    "op at 4 bits": (
+        lambda: tc.allreduce(X, op="max"),
+        ValueError,
+        "'max' of compressed values.*bits=32",
+    ),
     "rounding": (
         lambda: tc.allreduce(X, rounding="up"),
         ValueError,

@@ -37,6 +37,13 @@ cgx_status_t cgx_config_seed_use(const cgx_config_t* config, int32_t* use) {
   });
 }
 
+cgx_status_t cgx_config_is_exact(const cgx_config_t* config, int32_t* exact) {
+  return cgx::guarded_arithmetic([&] {
+    cgx::check_config(*config);
+    *exact = config->bits == cgx::kExactBits || cgx::compressor_entry(config->compressor).exact;
+  });
+}
+
 cgx_status_t cgx_config_parse(const char* text, cgx_config_t* config) {
   return cgx::guarded_arithmetic([&] { *config = cgx::parse_config(text ? text : ""); });
 }

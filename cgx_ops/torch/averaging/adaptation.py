@@ -27,10 +27,6 @@ _log = logging.getLogger(__name__)
 Runs = Sequence[torch.Tensor]
 
 
-# A rule that sets one of these fixes the bits of its layers.
-_FIXED = {"bits", "compressor", "rate", "rounding", "rotation"}
-
-
 class _Exchange(NamedTuple):
     """A pending average: a sample, and the request that will have its losses."""
 
@@ -130,9 +126,9 @@ class Adaptation:
             self._start(communicator)
 
     def _is_free(self, layer: Layer) -> bool:
-        """Return whether no rule sets the bits, the rate or the encoding of a layer."""
-        own = self._rules.overrides(layer.name, layer.dimensions, self._config)
-        return bool(layer.name) and not own.keys() & _FIXED
+        """Return whether the layer has a name, and no rule sets its bits, rate or encoding."""
+        fixed = self._rules.fix_bits(layer.name, layer.dimensions, self._config)
+        return bool(layer.name) and not fixed
 
     def settle(self) -> None:
         """Complete pending averages and measurements, so that a checkpoint includes them."""

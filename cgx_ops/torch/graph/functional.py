@@ -81,7 +81,8 @@ def all_reduce(
 
     Args:
         x: a float32, float16 or bfloat16 tensor of any shape, on the CPU or a GPU.
-        op: "sum" or "avg". With 32 bits also "min", "max" and "product", which have no gradient.
+        op: "sum" or "avg". Exact values (32 bits, "lossless") also "min", "max" and "product",
+            which have no gradient.
         config: compressor, bits and the other settings. None: `Config()`, which is 4 bits.
         bits: overrides `config.bits`: 1 to 8, or 32 (exact).
         bucket_size: overrides `config.bucket_size`: how many elements share one scale.
@@ -178,7 +179,8 @@ def reduce_scatter(
     Args:
         x: a float32, float16 or bfloat16 tensor whose first dimension is divisible by the number of
             ranks.
-        op: "sum" or "avg". With 32 bits also "min", "max" and "product", which have no gradient.
+        op: "sum" or "avg". Exact values (32 bits, "lossless") also "min", "max" and "product",
+            which have no gradient.
         config: compressor, bits and the other settings. None: `Config()`, which is 4 bits.
         bits: overrides `config.bits`: 1 to 8, or 32 (exact).
         bucket_size: overrides `config.bucket_size`: how many elements share one scale.

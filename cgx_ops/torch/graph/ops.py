@@ -57,8 +57,7 @@ number of ranks. Both support only carrier="native".
 **all_to_all** sends a block of rows to each rank and concatenates those from all ranks. Sizes count
 rows, one for each rank; None: equal blocks. Each block begins new buckets; the own one is copied
 exactly. The gradient is an all_to_all back to the senders, in `grad_config` (a text; "" is exact).
-Only carrier="native". If a rank's sizes are invalid, the other ranks raise, too (on GPUs at their
-deadline, after which the group is closed).
+Only carrier="native". If a rank's sizes are invalid, the other ranks raise, too.
 
 **Carrier.** `carrier="c10d"` sends by torch's own collectives, all_to_all_single and
 all_gather_into_tensor of uint8, with the same bits in the result. `group_name` is then any group of

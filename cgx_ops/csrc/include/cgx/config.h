@@ -147,6 +147,13 @@ typedef enum cgx_seed_use_t {
  * @return CGX_OK, or CGX_INVALID_ARGUMENT for an invalid config. */
 CGX_API cgx_status_t cgx_config_seed_use(const cgx_config_t* config, int32_t* use);
 
+/** Return whether values are sent without an error: in 32 bits, or by an exact compressor.
+ *
+ * @param config The config.
+ * @param[out] exact 1 or 0.
+ * @return CGX_OK or CGX_INVALID_ARGUMENT. */
+CGX_API cgx_status_t cgx_config_is_exact(const cgx_config_t* config, int32_t* exact);
+
 /** Check that error feedback converges with this config.
  *
  * @param config The config.

@@ -83,11 +83,10 @@ class Options:
 
     def refuse_idle_residual(self, residual: Any) -> None:
         """Refuse a residual if the call's arguments make all leaves exact."""
-        exact = self.config.bits == EXACT_BITS and not self.rules
-        if exact and jax.tree.leaves(residual):
+        if self.config.is_exact and not self.rules and jax.tree.leaves(residual):
             raise ValueError(
-                f"{self.caller}: a residual with bits=32: exact calls have no quantization error: "
-                "leave the residual out, or use fewer bits"
+                f"{self.caller}: a residual with bits=32 or 'lossless': exact calls have no "
+                "quantization error: leave the residual out, or use fewer bits"
             )
 
     def at_step(self, step: jax.Array) -> "Options":
@@ -237,7 +236,7 @@ def check_feedback(caller: str, config: Config) -> None:
     Raises:
         InvalidArgument (a ValueError): It does not; the text has the reason.
     """
-    if config.bits == EXACT_BITS:
+    if config.is_exact:
         return
     try:
         library.call("cgx_config_check_feedback", byref(config.native))
@@ -247,4 +246,4 @@ def check_feedback(caller: str, config: Config) -> None:
 
 def _all_exact(options: Options, tree: Any) -> bool:
     configs = jax.tree.leaves(options.of_tree(tree))
-    return bool(configs) and all(config.bits == EXACT_BITS for config in configs)
+    return bool(configs) and all(config.is_exact for config in configs)

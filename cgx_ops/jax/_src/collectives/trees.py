@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from cgx_ops._core import log
-from cgx_ops._core.tables import EXACT_BITS, SMALLEST_COMPRESSED
+from cgx_ops._core.tables import SMALLEST_COMPRESSED
 from cgx_ops.config import Config
 from cgx_ops.jax._src.collectives.keys import CallSeeds
 from cgx_ops.jax._src.collectives.options import (
@@ -210,8 +210,7 @@ def _report(groups: Groups, options: Options, leaves: list[Leaf]) -> None:
     if here.rank > 0:
         return
     exact = [
-        leaf.config.bits == EXACT_BITS
-        or leaf.x.size < max(SMALLEST_COMPRESSED, leaf.config.minimal_size)
+        leaf.config.is_exact or leaf.x.size < max(SMALLEST_COMPRESSED, leaf.config.minimal_size)
         for leaf in leaves
     ]
     transport = "XLA's collectives" if options.carrier == "xla" else here.transport

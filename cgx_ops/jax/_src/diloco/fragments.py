@@ -14,7 +14,6 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from cgx_ops._core import tables
-from cgx_ops._core.tables import EXACT_BITS
 from cgx_ops.config import Config
 from cgx_ops.jax._src.collectives.mesh_groups import Axes, mesh_groups, require_own_messages
 from cgx_ops.jax._src.collectives.options import Options, name_of_leaf
@@ -116,9 +115,8 @@ class Method:
 
         def kept(path: Any, leaf: Any) -> Any:
             config = self.options.of(path, leaf)
-            whole = config.bits == EXACT_BITS
             kept_back = config.compressor == "topk" and config.keeps_residuals
-            if self.senders and not (whole or kept_back):
+            if self.senders and not (config.is_exact or kept_back):
                 raise ValueError(
                     f"{CALLER}: mean_over='senders' needs leaves of which each device sends some "
                     f"values, and '{name_of_leaf(path)}' has {config}: use compressor='topk', and "
@@ -186,7 +184,7 @@ class Method:
             config: Config, d: jax.Array, e: jax.Array | None, kept: Any
         ) -> jax.Array | None:
             small = d.size < max(tables.SMALLEST_COMPRESSED, config.minimal_size)
-            if e is None or small or config.bits == EXACT_BITS:
+            if e is None or small or config.is_exact:
                 return None
             # A value that is not sent stays whole: it is the core's d + e. XLA's may differ by the
             # rounding of e's decay and of the sum, each at most 2^-24 of |d| + |e|.

@@ -6,6 +6,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
+from cgx_ops import Config, Rules
 from cgx_ops.errors import InvalidArgument
 from cgx_ops.jax._src.collectives.options import name_of_leaf
 
@@ -15,6 +16,7 @@ def statistics(
     *,
     bucket_size: int = 512,
     compressor: Literal["uniform", "levels", "entropy"] = "uniform",
+    rules: Rules = Rules(),  # noqa: B008  (immutable)
 ) -> dict[str, jax.Array]:
     """Measure how large the quantization error of each leaf must be, as input of adaptive bits.
 
@@ -31,6 +33,8 @@ def statistics(
         bucket_size: The bucket size with which leaves are sent. Default 512.
         compressor: "uniform" (default), "levels" or "entropy", as leaves are sent. "uniform"
             measures the ranges of buckets, the others the mean square.
+        rules: Leaves whose bits, rate or encoding these rules set are left out. By default leaves
+            of one dimension or less, which `Rules` makes exact.
 
     Returns:
         A dict from leaf name, as in rules and plans, to a float32 scalar. Empty leaves are left
@@ -42,7 +46,7 @@ def statistics(
     Example:
         >>> import jax.numpy as jnp
         >>> from cgx_ops.jax import statistics
-        >>> statistics({"kernel": jnp.array([0.0, 3.0, 6.0])})
+        >>> statistics({"kernel": jnp.array([[0.0, 3.0, 6.0]]), "bias": jnp.ones(3)})
         {'kernel': Array(3., dtype=float32)}
     """
     if compressor not in ("uniform", "levels", "entropy") or bucket_size < 1:
@@ -62,5 +66,10 @@ def statistics(
         spread = jnp.square(filled.max(axis=1) - filled.min(axis=1))
         return (size * spread[:-1].sum() + last * spread[-1]) / (12 * flat.size)
 
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return {name_of_leaf(path): loss(leaf) for path, leaf in leaves if jnp.size(leaf)}
+    config = Config(compressor=compressor)
+    leaves = [(name_of_leaf(p), x) for p, x in jax.tree_util.tree_leaves_with_path(tree)]
+    return {
+        name: loss(x)
+        for name, x in leaves
+        if jnp.size(x) and not rules.fix_bits(name, jnp.ndim(x), config)
+    }

@@ -377,7 +377,7 @@ def _step(
         # P and exact leaves get zero residuals: leaves without residuals need another message.
         residuals = {name: jnp.zeros_like(message[name]) for name in values}
         for name, leaf in others.items():
-            zeros = jnp.zeros_like(message[name]) if leaf.config.bits == EXACT_BITS else None
+            zeros = jnp.zeros_like(message[name]) if leaf.config.is_exact else None
             residuals[name] = zeros if leaf.residual is None else leaf.residual
     first, lost = averaged(
         message, residuals, "p", configs | {name: leaf.config for name, leaf in others.items()}
