@@ -172,9 +172,9 @@ class QuantizedModelAverager(ModelAverager):
 
         Call it after the members of the group have changed, before the next step: the last average
         may have failed on some ranks only, and new ranks have none. All ranks take the parameters,
-        the last average and the step of the rank that is ahead; of equal ones, the lowest. Each
-        rank keeps its own residuals, which a new rank starts at zero. Those of a rank whose last
-        average failed become those after the average, since its message was part of it.
+        the last average and the step of the rank that is ahead; of equal ones, the lowest. Ranks
+        that were not behind keep their residuals; others start from zero, because the average
+        contains theirs.
 
         Args:
             params: as for `average_parameters`.

@@ -36,7 +36,6 @@ class Flight:
 
     Attributes:
         like: the tensors that are averaged.
-        keep: makes the residuals those after the average.
     """
 
     def __init__(
@@ -55,8 +54,7 @@ class Flight:
             confirmation: the message that follows, if there is one.
         """
         self.like = like
-        self.keep = keep
-        self._future, self._confirmation = future, confirmation
+        self._future, self._keep, self._confirmation = future, keep, confirmation
 
     @full_precision()
     def wait(self) -> list[torch.Tensor]:
@@ -91,7 +89,7 @@ class Flight:
         return list(self.like)
 
     def _accept(self, buffer: torch.Tensor) -> None:
-        self.keep()
+        self._keep()
         pieces = buffer.split([x.numel() for x in self.like])
         self.like = [piece.view(x.shape) for piece, x in zip(pieces, self.like, strict=True)]
         self._future = None
@@ -106,7 +104,6 @@ class Exchange(AveragingState):
     """
 
     kept = (*AveragingState.kept, "caller")
-    _failed: Flight | None = None  # the last mean(), if it failed on this rank
 
     def __init__(
         self,
@@ -128,15 +125,11 @@ class Exchange(AveragingState):
     def continue_at(self, steps: int) -> None:
         """Take the count, not a lower one, of a rank whose parameters this rank takes.
 
-        If that rank has completed the average that failed here, this rank's message is part of it,
-        and so the residuals are those after the average. Those of ranks that are further behind
-        belong to other averages: they start from zero.
+        If this rank is behind, its residuals are cleared: the other one's averages contain them.
         """
-        if self._failed is not None and steps == self.steps + 1:
-            self._failed.keep()
-        elif steps > self.steps:
+        if steps > self.steps:
             self.residuals.tensors.clear()
-        self.steps, self._failed = steps, None
+        self.steps = steps
 
     def require_kept(self, names: Sequence[str], tensors: Sequence[torch.Tensor]) -> None:
         """Require that ranks store the values that they do not send, for means over senders."""
@@ -161,15 +154,12 @@ class Exchange(AveragingState):
 
         A failed call does not count as a step, on any rank.
         """
-        steps, flight = self.steps, None
+        steps = self.steps
         try:
-            flight = self.start(names, tensors, config=config)
-            result = flight.wait()
+            return self.start(names, tensors, config=config).wait()
         except Exception:
-            self.steps, self._failed = steps, flight
+            self.steps = steps
             raise
-        self._failed = None
-        return result
 
     @full_precision()
     def start(

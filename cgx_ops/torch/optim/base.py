@@ -248,9 +248,9 @@ class ExchangingOptimizer(Optimizer):
         Call it after the members of the group have changed, before the next forward: the last step
         may have failed on some ranks only, and new ranks have done none. All ranks take parameters,
         settings and the common state of the rank that is ahead; of equal ones, the lowest. Each
-        rank keeps its own residuals and momenta, which a new rank starts at zero. Residuals of a
-        rank whose last step failed become those after the step, since its message was part of the
-        step. Learning-rate schedulers and buffers of the model are not part of it.
+        rank keeps its own momenta, which a new rank starts at zero. Ranks that were not behind keep
+        their residuals; others start from zero, because the parameters contain theirs.
+        Learning-rate schedulers and buffers of the model are not part of it.
 
         Raises:
             InvalidArgument: ranks have other optimizers or parameters of other shapes or dtypes;

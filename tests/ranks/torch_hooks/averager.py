@@ -348,7 +348,9 @@ def synchronized() -> None:
         torch.nn.utils.vector_to_parameters(weights, model.parameters())
     if RANK == SIZE - 1 > 1:
         model, averager = network(), QuantizedModelAverager(2, config=ONE_BIT)
+    behind = RANK == 1 or RANK == SIZE - 1 > 1
     averager.synchronize(model.parameters())
+    assert bool(averager.exchange.residuals.tensors) != behind
     assert torch.equal(weights_of(model), average) and averager.step == step
     moved(2)
     assert all(torch.equal(x, weights_of(model)) for x in gathered(weights_of(model)))
