@@ -99,21 +99,21 @@ def synchronize(
         applied += 1
     settle(mine.has_means and mine.applied + 1 == applied)
     source = next(rank for rank, each in enumerate(everyones) if each.reaches(applied))
-    _receive(loop, source, is_behind=not mine.reaches(applied), applied=max(applied, 0))
+    _receive(loop, source, is_behind=not mine.reaches(applied))
     loop.applied, loop.joined = max(applied, 0), True
     loop.steps = max(each.steps for each in everyones if each.reaches(applied))
     loop.exchange.steps = max(each.exchanges for each in everyones)
 
 
 @full_precision()
-def _receive(loop: OuterLoop, source: int, *, is_behind: bool, applied: int) -> None:
+def _receive(loop: OuterLoop, source: int, *, is_behind: bool) -> None:
     """Copy the outer parameters and the outer optimizer of one rank to the others.
 
     A rank with other values than the source's, from a group that continued separately, is behind,
     too. Nothing changes before all of it has arrived.
     """
     group = loop.exchange.group
-    state = [loop.outer_optimizer.state_dict() if applied else None]
+    state = [loop.outer_optimizer.state_dict()]
     received: dict[nn.Parameter, torch.Tensor] = {}
     with process_group.uncompressed():
         dist.broadcast_object_list(state, group=group, group_src=source)
@@ -121,7 +121,7 @@ def _receive(loop: OuterLoop, source: int, *, is_behind: bool, applied: int) -> 
         values = values_on(group, source, outer.to(parameter.device))
         if is_behind or not _same_bits(values, outer):
             received[outer] = values
-    if state[0] is not None and group.rank() != source:
+    if group.rank() != source:
         loop.outer_optimizer.load_state_dict(state[0])  # a schedule may have changed its settings
     if not is_behind and not received:
         return

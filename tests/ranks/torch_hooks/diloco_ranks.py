@@ -94,17 +94,18 @@ def merged_groups() -> None:
 
 def settings_of_the_outer_optimizer_may_change() -> None:
     """Check that members regroup after a schedule has changed the rate on some of them."""
-    model = network()
-    loop = DiLoCo(model, sync_every=2, config=LEVELS)
-    run(model, loop, range(2))
-    for group in loop.outer_optimizer.param_groups:
-        group["lr"] /= 2 + RANK
-    changed: Any = [loop.outer_optimizer.param_groups[0]["lr"]]
-    dist.broadcast_object_list(changed, 0)
-    loop.regroup()
-    assert [group["lr"] for group in loop.outer_optimizer.param_groups] == changed
-    run(model, loop, range(2, 6))
-    identical_on_all_ranks(weights_of(model))
+    for steps in (1, 2):  # before and after the first average
+        model = network()
+        loop = DiLoCo(model, sync_every=2, config=LEVELS)
+        run(model, loop, range(steps))
+        for group in loop.outer_optimizer.param_groups:
+            group["lr"] /= 2 + RANK
+        changed: Any = [loop.outer_optimizer.param_groups[0]["lr"]]
+        dist.broadcast_object_list(changed, 0)
+        loop.regroup()
+        assert [group["lr"] for group in loop.outer_optimizer.param_groups] == changed
+        run(model, loop, range(steps, 6))
+        identical_on_all_ranks(weights_of(model))
     rates: Any = {"outer_optimizer": lambda p: torch.optim.SGD(p, lr=0.5 + RANK / 8)}
     fails(
         InvalidArgument,
