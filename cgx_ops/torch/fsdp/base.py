@@ -4,6 +4,7 @@
 2. Bases: of a model
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import IntEnum
 from typing import Any
@@ -187,16 +188,19 @@ class Base:
     def saved(self) -> Iterator[tuple[str, tuple[torch.Tensor, torch.Tensor]]]:
         """Yield the parameters: this rank's parts of the base and of the exact gathered weights.
 
-        The parts are DTensors. If the next gather sends exact weights, they are the parameters'.
+        The parts are DTensors. Before the first gather they are the parameters'. NaN lets the first
+        gather after a load send exact weights, as the next one would here.
         """
         rank, is_replaced = self._block.ranks.rank(), self._is_replaced()
         for name, p, run in self._runs():
             exact = p.sharded.detach()
             if self._loaded is not None:
                 base, gathered = (parts.get(name, exact) for parts in self._loaded.values())
-            elif self._values is not None and self._own is not None and not is_replaced:
+            elif self._values is not None and self._own is not None:
                 base = _part(exact, p, self._values[rank, run])
                 gathered = _part(exact, p, self._own[run])
+                if is_replaced:
+                    base, gathered = (torch.full_like(x, math.nan) for x in (base, gathered))
             else:
                 base = gathered = exact
             yield name, (base.clone(), gathered.clone())

@@ -323,11 +323,16 @@ def resumed_differences_are_bitwise_equal() -> None:
             for p in model.blocks[1].parameters():
                 p.mul_(1.5)
 
+    def change_on_one_rank(model: Any) -> None:
+        evaluate(model)
+        weight: Any = model.blocks[1].linear.weight.detach()
+        weight.to_local().add_(dist.get_rank() == 0)
+
     def replace_all(model: Any) -> None:
         model.load_state_dict({name: 2 * x for name, x in model.state_dict().items()})
 
     cases: list[tuple[dict[str, Any], Any]] = [({}, evaluate), ({}, id), (policy, id)]
-    cases += [({}, change), (policy, change), ({}, replace_all)]
+    cases += [({}, change), (policy, change), ({}, change_on_one_rank), ({}, replace_all)]
     for options, before in cases:
         with folder_of_all() as folder:
             model, optimizer, state = start_of_training(**options)
