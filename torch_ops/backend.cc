@@ -71,7 +71,8 @@ Backend::BackendRef Backend::related(const c10::intrusive_ptr<c10d::Store>& stor
   auto copied = c10::make_intrusive<Options>(ours ? *ours : *options_);
   copied->group_name = options->group_name;
   copied->timeout = options->timeout;
-  copied->forget_hook();
+  // A communication hook over this group is not one over the new group.
+  if (copied->automatic == Automatic::kNothing) copied->automatic = Automatic::kGradients;
   BackendRef made = make_backend_(store, rank, size, std::move(copied));
   related_store_ = store;
   related_ = made;

@@ -60,10 +60,6 @@ class Backend final : public c10d::Backend {
     c10::intrusive_ptr<c10d::Backend::Options> clone() const {
       return c10::make_intrusive<Options>(*this);
     }
-    // A communication hook over a group is not one over another group, or over other members.
-    void forget_hook() {
-      if (automatic == Automatic::kNothing) automatic = Automatic::kGradients;
-    }
     std::shared_ptr<const Compression> compression;
     Automatic automatic;
   };

@@ -57,7 +57,6 @@ Backend::WorkRef Backend::exchange_in_core(const at::Tensor& output, const at::T
         decision);
   }
   CallBuilder call = core_call(CGX_ALL_TO_ALL, input.scalar_type(), decision, options.timeout);
-  ++sequence_;
   std::vector<int64_t> sent, received;
   Buffers buffers;
   try {

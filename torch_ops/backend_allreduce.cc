@@ -78,7 +78,6 @@ Backend::WorkRef Backend::reduce_in_core(at::TensorList tensors, cgx_op_t op,
                                                            // lazy copy
   call.fields.input = buffers.input.const_data_ptr();
   for (const int64_t numel : numels_of(tensors)) call.add(numel);
-  ++sequence_;
   return coalesced(start(call.get(), std::move(buffers), type, options.asyncOp));
 }
 
@@ -91,9 +90,10 @@ CallBuilder Backend::core_call(cgx_verb_t verb, at::ScalarType dtype, const Deci
                                    : "";
   // Matched separately from calls of torch.ops.cgx on this communicator.
   CallBuilder call("c10d" + name);
-  // Until a seed is drawn, reconfigure() must wait: it would count a call of the old members.
+  // Counters begin again when members change, so a call of the old ones must not count afterwards.
   const std::lock_guard<std::mutex> lock(draws_mutex_);
   call.fields.comm = communicator();
+  if (!message) ++sequence_;
   call.fields.verb = verb;
   call.fields.dtype = *core_dtype(dtype);
   call.fields.config = how.config;

@@ -33,7 +33,6 @@ Backend::WorkRef Backend::reconfigure(const c10d::ReconfigureOptions& options) {
     // As in a new group.
     sequence_ = 0;
     draws_.clear();
-    options_->forget_hook();
   }
   if (aborts == aborts_) return join_works({});
   disconnect("its process group was aborted");

@@ -31,7 +31,6 @@ from cgx_ops import Config, communicator
 from cgx_ops._core import library
 from cgx_ops.planner import AdaptiveBits
 from cgx_ops.torch import BackendOptions, all_gather, ddp
-from cgx_ops.torch.backend import process_group
 from cgx_ops.torch.ddp.deep_gradient import hosts
 
 dist: Any = distributed  # torch 2.13 has no annotations of the functions used here
@@ -353,15 +352,6 @@ def hooks_follow_the_members() -> None:
     assert len(communicator._calls) <= counters + 1, "counters of old communicators"
 
 
-def forgets_a_communication_hook() -> None:
-    """As a new group, which compresses gradients again: newcomers have seen no hook."""
-    options = process_group._groups[dist.group.WORLD.group_name].native
-    before, options.automatic = options.automatic, type(options.automatic).NOTHING
-    join(range(SIZE))
-    assert options.automatic == type(before).GRADIENTS
-    options.automatic = before
-
-
 def compiled_sizes_do_not_change() -> None:
     """A graph for another number of ranks raises; it would write beyond its output."""
 
@@ -480,7 +470,6 @@ CHECKS: tuple[Callable[[], None], ...] = (
     recovers_after_abort_and_timeout,
     hooks_follow_the_members,
     hooks_follow_a_gloo_group,
-    forgets_a_communication_hook,
     torch_has_the_new_ranks,
     ends_gloo_calls_of_destroyed_groups,
     ends_averages_between_hosts,
