@@ -60,6 +60,7 @@ _CALLS: dict[str, tuple[Any, ...]] = {
     "cgx_config_text": (POINTER(Config), POINTER(c_char_p)),
     "cgx_config_check_feedback": (POINTER(Config),),
     "cgx_config_seed_use": (POINTER(Config), POINTER(c_int32)),
+    "cgx_config_is_exact": (POINTER(Config), POINTER(c_int32)),
     "cgx_enqueue": (POINTER(Collective),),
     "cgx_comm_check": (c_int32, c_int32),
     "cgx_stream_recording": (c_void_p, POINTER(c_int32)),

@@ -140,6 +140,26 @@ void devices_of_a_closed_communicator_report_why() {
     }
 }
 
+// A call on the CPU fails while a call on the device waits for its stream.
+void calls_that_wait_while_the_communicator_fails_are_failures() {
+  const Job job(2, "MPI", 60);
+  job.run([&](int rank) {
+    FakeQueue stream(rank);
+    Communicator& communicator = *job.communicators[rank];
+    Rank call({}, rank, job.size()), lonely({}, rank, job.size()), waiting({}, rank, job.size());
+    call.enqueue(communicator, *job.devices[rank], stream);
+    communicator.check_devices(true);
+    if (rank == 1) return;
+    lonely.call.timeout_s = 0.3;
+    std::function<void()> fail = [&] { error_of([&] { lonely.run(communicator); }, CGX_TIMEOUT); };
+    stream.call([](void* context) { (*static_cast<std::function<void()>*>(context))(); }, &fail);
+    waiting.enqueue(communicator, *job.devices[rank], stream);
+    stream.synchronize();
+    CHECK(waiting.all_nan(), "results of a call whose communicator is closed");
+    error_of([&] { communicator.check_devices(true); }, CGX_PEER_FAILED);
+  });
+}
+
 void mismatches_are_described() {
   for (const std::string type : {"SHM", "MPI"})
     for (const Disagreement& each : kDisagreements) {
@@ -322,6 +342,7 @@ int main() {
   a_late_rank_is_named_after_the_communicator_is_closed();
   failures_are_known_after_the_communicator_is_closed();
   devices_of_a_closed_communicator_report_why();
+  calls_that_wait_while_the_communicator_fails_are_failures();
   mismatches_are_described();
   more_rounds_than_a_peer_is_an_immediate_mismatch();
   block_sizes_that_differ_are_an_error_on_all_ranks();

@@ -4,8 +4,10 @@ Without a GPU: which operators have kernels, and shapes, graphs and errors with 
 With a GPU, or a stand-in for it: the checks of the rank program.
 """
 
+import ast
 import datetime
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -42,11 +44,19 @@ PROGRAM = "run_cuda_torch.py"
 NAMES = listed(PROGRAM)
 CASES = ["values", "lists", "several_devices", "layouts", "in_place", "gradients", "streams"]
 CASES += ["waits", "works", "backend_calls", "compressed_operations", "data_parallel", "sharded"]
-CASES += ["operators", "feedback", "methods"]
+CASES += ["operators", "feedback", "methods", "exchanges", "refused_exchanges"]
+CASES += ["scattered_feedback", "compressed_exchanges"]
 
 
 def on(n: int, wire: str, *names: str, timeout: float = 120) -> Launch:
     return Launch(n, PROGRAM, *names, names=NAMES, by=on_one_gpu, wire=wire, timeout=timeout)
+
+
+def test_all_checks_are_listed() -> None:
+    program = ast.parse((Path(__file__).parents[1] / "ranks" / PROGRAM).read_text())
+    functions = [each for each in program.body if isinstance(each, ast.FunctionDef)]
+    checks = {f.name for f in functions if [a.arg for a in f.args.args] == ["r", "n"]}
+    assert checks == set(NAMES)
 
 
 @needs_torch_gpu

@@ -82,6 +82,8 @@ struct Relaying {
   }
   static void finish(void* context, cgx_status_t status, const char* message) {
     std::unique_ptr<Relaying> self(static_cast<Relaying*>(context));
+    // close() waits for relays, so an engine is closed here because a collective has failed.
+    if (status == CGX_CLOSED) status = CGX_PEER_FAILED;
     if (status != CGX_OK) self->failures->add(status, message);
     const auto agreeing = self->first ? self->agreeing : nullptr;
     uint32_t* const ended = self->ended;
