@@ -111,7 +111,7 @@ def table_of_moments(found: list[Compared]) -> Table:
         return f"{statistics.mean(of):.2f}"
 
     rows = []
-    for name in CODECS:
+    for name in dict.fromkeys(each.codec for each in found):
         mine = [each for each in found if each.codec == name]
         rows.append(
             [
