@@ -24,6 +24,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/bytes.h"
 #include "base/float_mode.h"
 #include "base/seeds.h"
 #include "base/status.h"
@@ -478,21 +479,24 @@ class FakeDevice final : public Device {
   Memory allocate(size_t bytes, Place) override {
     require(bytes <= memory_left, CGX_SYSTEM, bytes, " bytes wanted on ", name(), ", ", memory_left,
             " are left");
-    return {new (std::align_val_t(256)) std::byte[bytes](),
-            [](std::byte* at) { ::operator delete[](at, std::align_val_t(256)); }};
+    bytes_in_use += static_cast<int64_t>(bytes);
+    return {new (std::align_val_t(256)) std::byte[bytes](), [bytes](std::byte* at) {
+              if (std::lock_guard lock(mappings_mutex()); mappings().contains(at)) std::abort();
+              bytes_in_use -= static_cast<int64_t>(bytes);
+              ::operator delete[](at, std::align_val_t(256));
+            }};
   }
-  Bytes share(const Memory& memory) override {
-    Bytes blob(sizeof(Memory*));
-    auto* kept = new Memory(memory);  // alive until the peers have opened it
-    shared_.emplace_back(kept);
-    std::memcpy(blob.data(), &kept, sizeof(kept));
-    return blob;
-  }
+  Bytes share(const Memory& memory) override { return to_bytes(memory.get()); }
+  // Peers may not free the memory before it is closed, as on a GPU.
   Memory open(const Bytes& shared) override {
     require(reaches_peers, CGX_SYSTEM, name(), " does not reach its peers' memory");
-    Memory* kept;
-    std::memcpy(&kept, shared.data(), sizeof(kept));
-    return *kept;
+    auto* const address = from_bytes<std::byte*>(shared, "memory of a peer");
+    const std::lock_guard lock(mappings_mutex());
+    mappings().insert(address);
+    return {address, [](std::byte* at) {
+              const std::lock_guard lock(mappings_mutex());
+              mappings().erase(mappings().find(at));
+            }};
   }
   std::unique_ptr<Fabric> make_fabric() override { return std::make_unique<FakeFabric>(fabric); }
   bool reached_by_mpi() override { return is_reached_by_mpi; }
@@ -514,13 +518,21 @@ class FakeDevice final : public Device {
   const void* freed = nullptr;
   std::atomic<size_t> memory_left = std::numeric_limits<size_t>::max();
   FakeFabricFaults fabric;
+  static inline std::atomic<int64_t> bytes_in_use = 0;  // of all devices
 
  private:
+  static std::mutex& mappings_mutex() {
+    static std::mutex mutex;
+    return mutex;
+  }
+  static std::multiset<std::byte*>& mappings() {
+    static std::multiset<std::byte*> mappings;
+    return mappings;
+  }
   static inline thread_local FakeDevice* current_ = nullptr;
 
   const std::string name_;
   uint32_t queues_ = 0;
-  std::vector<std::unique_ptr<Memory>> shared_;
 };
 
 }  // namespace cgx::device

@@ -3,12 +3,12 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
-#include <mutex>
 
 #include "base/bytes.h"
 #include "base/hash.h"
 #include "base/status.h"
 #include "device/agree.h"
+#include "device/windows.h"
 
 namespace cgx::device {
 namespace {
@@ -73,15 +73,25 @@ std::string text_of(const Report& report) {
   }
 }
 
-// Windows live until the process exits. Freeing memory that another process has mapped is
-// undefined, and waiting until all peers have unmapped it would make closing a communicator
-// collective.
-void keep(const Memory& window) {
-  static std::mutex mutex;
-  static auto& windows = *new std::vector<Memory>;
-  const std::lock_guard lock(mutex);
-  windows.push_back(window);
-}
+// What a rank sends to all when it connects: how to map its window, and its announcement.
+struct Offer {
+  Bytes shared, announcement;
+
+  Bytes bytes() const {
+    Bytes all = to_bytes(static_cast<uint64_t>(shared.size()));
+    all.insert(all.end(), shared.begin(), shared.end());
+    all.insert(all.end(), announcement.begin(), announcement.end());
+    return all;
+  }
+  static Offer read(std::span<const std::byte> bytes) {
+    const size_t head = std::min(bytes.size(), sizeof(uint64_t));
+    const auto size = from_bytes<uint64_t>(bytes.first(head), "a rank's offer of its window");
+    const auto rest = bytes.subspan(head);
+    require(size <= rest.size(), CGX_PEER_FAILED, "a rank's offer of its window has ", rest.size(),
+            " bytes instead of ", size);
+    return {to_bytes(rest.first(size)), to_bytes(rest.subspan(size))};
+  }
+};
 
 class Direct final : public Wire, private Lane {
  public:
@@ -92,17 +102,20 @@ class Direct final : public Wire, private Lane {
         window_(device.allocate(first_slot_ + 2 * region_bytes(), Place::kDevice)),
         control_(device.allocate(sizeof(Control), Place::kDevice)),
         pinned_(device.allocate(sizeof(Pinned), Place::kPinned)),
-        shared_(device.share(window_)) {
+        number_(Windows::of_process().add(window_)) {
     pinned()->given_up = kFailedAndNotified + 1;
-    keep(window_);
   }
+  ~Direct() override { unmap(); }
 
-  const Bytes& shared() const { return shared_; }
-  // `windows`: by rank.
-  void open(Device& device, const std::vector<Bytes>& windows) {
-    for (int peer = 0; peer < host_.size(); ++peer)
-      windows_.push_back(peer == host_.rank() ? window_ : device.open(windows[peer]));
+  Offer offer(Device& device) const {
+    return {device.share(window_), Windows::of_process().announcement(number_)};
   }
+  // `offers`: by rank.
+  void open(Device& device, const std::vector<Offer>& offers) {
+    for (int peer = 0; peer < host_.size(); ++peer)
+      windows_.push_back(peer == host_.rank() ? window_ : device.open(offers[peer].shared));
+  }
+  uint64_t number() const { return number_; }
 
   // ---- Wire ----
 
@@ -133,9 +146,15 @@ class Direct final : public Wire, private Lane {
     queue_ = &caller;
     exchange(Traffic::kAll, {}, {});
   }
-  void close(std::chrono::duration<double>) override { windows_.clear(); }
+  void close(std::chrono::duration<double>) override { unmap(); }
 
  private:
+  void unmap() {
+    windows_.clear();
+    window_.reset();
+    Windows::of_process().close(number_);
+  }
+
   // In device memory.
   struct Control {
     uint64_t done;  // number of exchanges
@@ -179,9 +198,9 @@ class Direct final : public Wire, private Lane {
 
   HostLink& host_;
   const int64_t slot_bytes_, first_slot_;
-  const Memory window_;
+  Memory window_;
   const Memory control_, pinned_;
-  const Bytes shared_;
+  const uint64_t number_;  // in Windows
   std::vector<Memory> windows_;
   // The collective that is being enqueued:
   Queue* queue_ = nullptr;
@@ -199,17 +218,24 @@ std::unique_ptr<Wire> connect_direct(Device& device, HostLink& host,
     return nullptr;
   }
   std::unique_ptr<Direct> wire;
-  std::vector<Bytes> windows;
+  std::vector<Bytes> blobs, nothing;
   const auto allocate = [&] {
     wire = std::make_unique<Direct>(device, host);
-    return wire->shared();
+    return wire->offer(device).bytes();
   };
-  if (!all_succeed(host, "device windows", timeout, allocate, &windows, why)) return nullptr;
+  if (!all_succeed(host, "device windows", timeout, allocate, &blobs, why)) return nullptr;
   const auto open = [&] {
-    wire->open(device, windows);
+    std::vector<Offer> offers;
+    std::vector<Bytes> announcements;
+    for (const Bytes& blob : blobs) {
+      offers.push_back(Offer::read(blob));
+      announcements.push_back(offers.back().announcement);
+    }
+    Windows::of_process().connect(wire->number(), announcements);
+    wire->open(device, offers);
     return Bytes();
   };
-  if (!all_succeed(host, "device windows opened", timeout, open, &windows, why)) return nullptr;
+  if (!all_succeed(host, "device windows opened", timeout, open, &nothing, why)) return nullptr;
   return wire;
 }
 
