@@ -2,12 +2,15 @@
 #include "device/windows.h"
 
 #include <signal.h>
+#include <sys/prctl.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <atomic>
 
+#include "base/hash.h"
 #include "device_cases.h"
+#include "transport/host.h"
 
 namespace cgx::device {
 namespace {
@@ -24,10 +27,12 @@ struct Counted {
   }
 };
 
-// What the rank with this wire announces, in another process.
+// The announcement of the rank with this wire, in another process of this host.
 Bytes announced(uint64_t wire, pid_t pid, const std::vector<uint64_t>& closed = {}) {
+  const Host host = this_memory();
   Bytes bytes = to_bytes(wire);
-  for (const uint64_t each : {static_cast<uint64_t>(pid), uint64_t{closed.size()}})
+  for (const uint64_t each :
+       {fnv1a(std::as_bytes(std::span(host))), static_cast<uint64_t>(pid), uint64_t{closed.size()}})
     for (const std::byte byte : as_bytes(each)) bytes.push_back(byte);
   for (const uint64_t each : closed)
     for (const std::byte byte : as_bytes(each)) bytes.push_back(byte);
@@ -38,8 +43,9 @@ Bytes announced(uint64_t wire, pid_t pid, const std::vector<uint64_t>& closed = 
 struct Child {
   pid_t pid = fork();
   Child() {
-    if (pid == 0)
-      while (true) pause();
+    if (pid != 0) return;
+    prctl(PR_SET_PDEATHSIG, SIGKILL);
+    while (true) pause();
   }
   void end() {
     if (pid <= 0) return;
@@ -53,7 +59,12 @@ struct Child {
 std::vector<uint64_t> closed_in(const Bytes& announcement) {
   std::vector<uint64_t> words(announcement.size() / 8);
   std::memcpy(words.data(), announcement.data(), 8 * words.size());
-  return {words.begin() + 3, words.end()};
+  return {words.begin() + 4, words.end()};
+}
+
+void connect_all(Windows* windows, uint64_t wire, const std::vector<Bytes>& announcements) {
+  windows->connect(wire, announcements).clear();
+  windows->know(wire, announcements);
 }
 
 void a_window_lives_until_its_peers_have_unmapped_it() {
@@ -61,8 +72,8 @@ void a_window_lives_until_its_peers_have_unmapped_it() {
   Windows windows;
   Child other, third;
   const uint64_t first = windows.add(memory.make());
-  windows.connect(first, std::vector{windows.announcement(first), announced(7, other.pid),
-                                     announced(8, third.pid)});
+  connect_all(&windows, first,
+              {windows.announcement(first), announced(7, other.pid), announced(8, third.pid)});
   windows.close(first);
   windows.close(first);
   CHECK(memory.used == 1, "peers map it");
@@ -71,7 +82,9 @@ void a_window_lives_until_its_peers_have_unmapped_it() {
   const uint64_t second = windows.add(memory.make());
   const Bytes mine = windows.announcement(second);
   CHECK(closed_in(mine) == std::vector{first}, "what this process has closed");
-  windows.connect(second, std::vector{mine, announced(9, other.pid, {7})});
+  CHECK(windows.connect(second, std::vector{mine, announced(9, other.pid, {7})}).empty(), "mapped");
+  CHECK(closed_in(windows.announcement(second)) == std::vector{first}, "nobody knows yet");
+  windows.know(second, std::vector{mine, announced(9, other.pid, {7})});
   CHECK(memory.used == 2, "the third process maps it");
   CHECK(closed_in(windows.announcement(second)) == std::vector{first}, "the third does not know");
   third.end();
@@ -79,7 +92,7 @@ void a_window_lives_until_its_peers_have_unmapped_it() {
   CHECK(memory.used == 1, "the third process has ended");
   other.end();
   const uint64_t last = windows.add(memory.make());
-  windows.connect(last, std::vector<Bytes>{windows.announcement(last)});
+  connect_all(&windows, last, {windows.announcement(last)});
   CHECK(memory.used == 1, "the window of the last wire: all peers have ended");
   CHECK(closed_in(windows.announcement(last)).empty(), "nobody is left to tell");
   windows.close(last);
@@ -93,6 +106,8 @@ void a_window_that_was_offered_but_not_connected_is_kept() {
     const uint64_t wire = windows.add(memory.make());
     windows.close(wire);
     CHECK(memory.used == 1, "a peer may map it without this rank's knowledge");
+    windows.withdraw(windows.add(memory.make()));
+    CHECK(memory.used == 1, "no peer maps the second window");
   }
   CHECK(memory.used == 0, "the test's end");
 }
@@ -101,11 +116,10 @@ void malformed_announcements_are_errors() {
   Windows windows;
   const uint64_t wire = windows.add(nullptr);
   const Bytes mine = windows.announcement(wire);
-  for (Bytes bad :
-       {Bytes(), Bytes(23), Bytes(mine.begin(), mine.end() - 1), announced(1, 1, {2})}) {
-    if (bad.size() == 32) bad.resize(31);
-    error_of([&] { windows.connect(wire, std::vector{mine, bad}); }, CGX_PEER_FAILED);
-  }
+  Bytes many = announced(1, 1, std::vector<uint64_t>(257)), short_one = announced(1, 1, {2});
+  short_one.pop_back();
+  for (const Bytes& bad : {Bytes(), Bytes(23), short_one, many})
+    error_of([&] { std::ignore = windows.connect(wire, std::vector{mine, bad}); }, CGX_PEER_FAILED);
 }
 
 // Ranks are threads of one process. The fake device aborts if memory is freed that a peer maps.

@@ -56,7 +56,7 @@ def test_all_checks_are_listed() -> None:
     program = ast.parse((Path(__file__).parents[1] / "ranks" / PROGRAM).read_text())
     functions = [each for each in program.body if isinstance(each, ast.FunctionDef)]
     checks = {f.name for f in functions if [a.arg for a in f.args.args] == ["r", "n"]}
-    assert checks == set(NAMES)
+    assert checks <= set(NAMES)
 
 
 @needs_torch_gpu

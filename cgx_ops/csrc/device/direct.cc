@@ -73,7 +73,7 @@ std::string text_of(const Report& report) {
   }
 }
 
-// What a rank sends to all when it connects: how to map its window, and its announcement.
+// The message of a rank to all when it connects: how to map its window, and its announcement.
 struct Offer {
   Bytes shared, announcement;
 
@@ -102,14 +102,13 @@ class Direct final : public Wire, private Lane {
         window_(device.allocate(first_slot_ + 2 * region_bytes(), Place::kDevice)),
         control_(device.allocate(sizeof(Control), Place::kDevice)),
         pinned_(device.allocate(sizeof(Pinned), Place::kPinned)),
+        shared_(device.share(window_)),
         number_(Windows::of_process().add(window_)) {
     pinned()->given_up = kFailedAndNotified + 1;
   }
   ~Direct() override { unmap(); }
 
-  Offer offer(Device& device) const {
-    return {device.share(window_), Windows::of_process().announcement(number_)};
-  }
+  Offer offer() const { return {shared_, Windows::of_process().announcement(number_)}; }
   // `offers`: by rank.
   void open(Device& device, const std::vector<Offer>& offers) {
     for (int peer = 0; peer < host_.size(); ++peer)
@@ -152,7 +151,11 @@ class Direct final : public Wire, private Lane {
   void unmap() {
     windows_.clear();
     window_.reset();
-    Windows::of_process().close(number_);
+    try {
+      Windows::of_process().close(number_);
+    } catch (const std::bad_alloc&) {
+      // The memory stays allocated.
+    }
   }
 
   // In device memory.
@@ -200,6 +203,7 @@ class Direct final : public Wire, private Lane {
   const int64_t slot_bytes_, first_slot_;
   Memory window_;
   const Memory control_, pinned_;
+  const Bytes shared_;
   const uint64_t number_;  // in Windows
   std::vector<Memory> windows_;
   // The collective that is being enqueued:
@@ -217,25 +221,31 @@ std::unique_ptr<Wire> connect_direct(Device& device, HostLink& host,
         join("there are ", host.size(), " ranks, but it supports at most ", kMostPeers, " ranks");
     return nullptr;
   }
+  Windows& of_process = Windows::of_process();
   std::unique_ptr<Direct> wire;
-  std::vector<Bytes> blobs, nothing;
+  std::vector<Bytes> blobs, announcements, nothing;
   const auto allocate = [&] {
     wire = std::make_unique<Direct>(device, host);
-    return wire->offer(device).bytes();
+    return wire->offer().bytes();
   };
-  if (!all_succeed(host, "device windows", timeout, allocate, &blobs, why)) return nullptr;
+  if (!all_succeed(host, "device windows", timeout, allocate, &blobs, why)) {
+    if (wire) of_process.withdraw(wire->number());  // no rank opens windows
+    return nullptr;
+  }
+  std::vector<Memory> unmapped;
   const auto open = [&] {
     std::vector<Offer> offers;
-    std::vector<Bytes> announcements;
     for (const Bytes& blob : blobs) {
       offers.push_back(Offer::read(blob));
       announcements.push_back(offers.back().announcement);
     }
-    Windows::of_process().connect(wire->number(), announcements);
+    unmapped = of_process.connect(wire->number(), announcements);
     wire->open(device, offers);
     return Bytes();
   };
-  if (!all_succeed(host, "device windows opened", timeout, open, &nothing, why)) return nullptr;
+  const bool opened = all_succeed(host, "device windows opened", timeout, open, &nothing, why);
+  of_process.know(wire->number(), announcements);
+  if (!opened) return nullptr;
   return wire;
 }
 

@@ -6,7 +6,9 @@
 #include <random>
 #include <utility>
 
+#include "base/hash.h"
 #include "base/status.h"
+#include "transport/host.h"
 
 namespace cgx::device {
 namespace {
@@ -15,15 +17,22 @@ constexpr int64_t kMostClosed = 256;  // wires in an announcement; others wait f
 
 struct Head {
   uint64_t wire;
+  uint64_t host;
   int64_t pid;
   int64_t closed;  // number of wires that follow
 };
 
 struct Announced {
   uint64_t wire;
+  bool is_here;  // on this host. Others cannot map windows of this process.
   pid_t pid;
   std::vector<uint64_t> closed;
 };
+
+uint64_t this_host() {
+  const Host host = this_memory();
+  return fnv1a(std::as_bytes(std::span(host)));
+}
 
 Announced read(std::span<const std::byte> bytes) {
   const size_t size = std::min(bytes.size(), sizeof(Head));
@@ -31,10 +40,16 @@ Announced read(std::span<const std::byte> bytes) {
   require(head.closed >= 0 && head.closed <= kMostClosed &&
               bytes.size() == sizeof(Head) + head.closed * sizeof(uint64_t),
           CGX_PEER_FAILED, "a rank's announcement of its windows has ", bytes.size(), " bytes");
-  Announced announced{head.wire, static_cast<pid_t>(head.pid), {}};
+  Announced announced{head.wire, head.host == this_host(), static_cast<pid_t>(head.pid), {}};
   announced.closed.resize(head.closed);
   std::memcpy(announced.closed.data(), bytes.data() + sizeof(Head), bytes.size() - sizeof(Head));
   return announced;
+}
+
+std::vector<Announced> read(std::span<const Bytes> announcements) {
+  std::vector<Announced> all;
+  for (const Bytes& each : announcements) all.push_back(read(std::span<const std::byte>(each)));
+  return all;
 }
 
 }  // namespace
@@ -53,39 +68,56 @@ uint64_t Windows::add(Memory window) {
   return wire;
 }
 
+void Windows::withdraw(uint64_t wire) {
+  Memory freed;  // after the lock
+  const std::lock_guard lock(mutex_);
+  const auto found = windows_.find(wire);
+  if (found == windows_.end()) return;
+  freed = std::move(found->second.memory);
+  windows_.erase(found);
+}
+
 Bytes Windows::announcement(uint64_t wire) const {
   const std::lock_guard lock(mutex_);
   std::vector<uint64_t> closed;
   for (const auto& [each, untold] : closed_)
     if (closed.size() < kMostClosed) closed.push_back(each);
-  Bytes bytes = to_bytes(Head{wire, getpid(), static_cast<int64_t>(closed.size())});
+  Bytes bytes = to_bytes(Head{wire, this_host(), getpid(), static_cast<int64_t>(closed.size())});
   const auto list = std::as_bytes(std::span(closed));
   bytes.insert(bytes.end(), list.begin(), list.end());
   return bytes;
 }
 
-void Windows::connect(uint64_t wire, std::span<const Bytes> announcements) {
-  std::vector<Announced> all;
-  for (const Bytes& each : announcements) all.push_back(read(each));
-  std::vector<Memory> freed;  // after the lock
+std::vector<Memory> Windows::connect(uint64_t wire, std::span<const Bytes> announcements) {
+  const std::vector<Announced> all = read(announcements);
   const std::lock_guard lock(mutex_);
   Window& own = windows_.at(wire);
-  own.connected = true;
-  std::vector<uint64_t> told;
   for (const Announced& rank : all) {
-    if (rank.wire == wire) {
-      told = rank.closed;
+    if (rank.wire == wire || !rank.is_here) continue;
+    if (rank.pid != getpid()) {
+      own.peers[rank.pid] = Process::of(rank.pid);
+    } else if (const auto thread = windows_.find(rank.wire);
+               thread == windows_.end() || thread->second.closed) {
       continue;
     }
     own.mapped_by[rank.wire] = rank.pid;
-    if (rank.pid != getpid()) own.peers[rank.pid] = Process::of(rank.pid);
     for (auto& [number, window] : windows_)
       for (const uint64_t each : rank.closed) window.mapped_by.erase(each);
   }
-  for (const uint64_t each : told)
-    if (const auto found = closed_.find(each); found != closed_.end())
-      for (const Announced& rank : all) found->second.erase(rank.pid);
-  freed = unmapped();
+  own.connected = true;
+  return unmapped();
+}
+
+void Windows::know(uint64_t wire, std::span<const Bytes> announcements) {
+  const std::vector<Announced> all = read(announcements);
+  const std::lock_guard lock(mutex_);
+  for (const Announced& own : all) {
+    if (own.wire != wire) continue;
+    for (const uint64_t each : own.closed)
+      if (const auto found = closed_.find(each); found != closed_.end())
+        for (const Announced& rank : all)
+          if (rank.is_here) found->second.erase(rank.pid);
+  }
 }
 
 void Windows::close(uint64_t wire) {
