@@ -45,7 +45,7 @@ NAMES = listed(PROGRAM)
 CASES = ["values", "lists", "several_devices", "layouts", "in_place", "gradients", "streams"]
 CASES += ["waits", "works", "backend_calls", "compressed_operations", "data_parallel", "sharded"]
 CASES += ["operators", "feedback", "methods", "exchanges", "refused_exchanges"]
-CASES += ["scattered_feedback", "compressed_exchanges"]
+CASES += ["scattered_feedback", "compressed_exchanges", "memory_of_groups"]
 
 
 def on(n: int, wire: str, *names: str, timeout: float = 120) -> Launch:
@@ -81,6 +81,7 @@ NEED_GPU = {
     "waits": "calls have ended when they return",
     "recording_refused": "graphs are always recorded",
     "carried_refusals": "the CPU supports all compressors",
+    "memory_of_groups": "the CPU has no such memory",
     "late_rank": "operators raise at the call",
     "mismatch": "operators raise at the call",
 }

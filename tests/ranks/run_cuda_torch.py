@@ -628,7 +628,22 @@ def carried_and_compiled(r: int, n: int) -> None:
     as_on_the_cpu(lambda x: (function if x.is_cuda else twice)(x), tc.values(r, 5000))
 
 
-# ---- Ranks that fail -----------------------------------------------------------------------------
+# ---- Ranks that fail, and groups that end --------------------------------------------------------
+
+
+def memory_of_groups(r: int, n: int) -> None:
+    """Check that GPU memory does not grow with the number of groups that have ended."""
+    free = []
+    for _ in range(5):
+        group = dist.new_group()
+        dist.all_reduce(torch.ones(9, device="cuda"), group=group)
+        torch.cuda.synchronize()
+        dist.destroy_process_group(group)
+        dist.barrier()
+        free.append(torch.cuda.mem_get_info()[0])  # of all ranks that share the GPU
+        dist.barrier()
+    # The memory of a group is freed when the next one connects. A rank's is at least 16 MiB.
+    assert free[-1] > free[1] - (16 << 20), free
 
 
 def fails_on_all(group: Any, numel: int) -> str:
@@ -709,6 +724,7 @@ CHECKS: list[Callable[[int, int], None]] = [
     carried_on_streams,
     carried_hook,
     carried_and_compiled,
+    memory_of_groups,
     late_rank,
     mismatch,
 ]

@@ -26,12 +26,12 @@ class Windows {
 
   // Keeps the window of a new wire. Returns the wire's number, which no other one on the host has.
   uint64_t add(Memory window);
-  // Forgets a wire whose window was offered to nobody.
+  // Removes a wire whose window no peer maps, because the ranks did not connect.
   void withdraw(uint64_t wire);
   // Returns the message of this rank to the peers of the wire.
   Bytes announcement(uint64_t wire) const;
   // Takes the announcements of all ranks, before any of them maps this wire's window. Returns
-  // memory that nobody maps, to be freed when the ranks are connected: freeing waits for the GPU.
+  // memory that no peer maps, to be freed when the ranks are connected: freeing waits for the GPU.
   [[nodiscard]] std::vector<Memory> connect(uint64_t wire, std::span<const Bytes> announcements);
   // Notes that all ranks have taken them.
   void know(uint64_t wire, std::span<const Bytes> announcements);
