@@ -88,11 +88,8 @@ class Residuals:
         self.owner, self.consolidated, self.loaded = (rank, size), False, False
 
     def confirm(self, rank: int, size: int) -> None:
-        """Note that loaded residuals are this rank's own, if they are, before its rank changes.
-
-        A single rank does not count: the group may not be connected yet.
-        """
-        self.loaded = self.loaded and (size == 1 or self.owner != (rank, size))
+        """Note that loaded residuals are this rank's own, if they are, before its rank changes."""
+        self.loaded = self.loaded and self.owner != (rank, size)
 
     def consolidate(self, group: dist.ProcessGroup) -> None:
         """Replace residuals by their mean over the ranks of `group`. Collective.

@@ -157,7 +157,7 @@ class AveragingState:
         require_keys(type(self).__name__, state_dict, self.kept)
         restored = self.restored(state_dict | {"carrier": self.carrier})
         for each in restored.values():
-            if isinstance(each, Residuals):
+            if isinstance(each, Residuals) and dist.is_initialized():  # else place is not known yet
                 each.confirm(*self.place)
         self.__dict__.update(restored)
 
