@@ -7,6 +7,7 @@
 #include "cuda/nccl.h"
 #include "cuda/sharing.h"
 #include "throwing.h"
+#include "transport/host.h"
 
 namespace {
 
@@ -96,7 +97,7 @@ void test_shared() {
   mine.address = 0x7f0000000000;
   mine.uuid.bytes[15] = 42;
   mine.handle.reserved[63] = 7;
-  mine.memory = cuda::Shared::this_memory_number();
+  mine.memory = this_memory_number();
   const Bytes bytes = mine.bytes();
   CHECK(bytes.size() <= 128, "%zu bytes", bytes.size());
   const cuda::Shared theirs = cuda::Shared::read(bytes);

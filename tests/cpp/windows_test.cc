@@ -8,7 +8,6 @@
 
 #include <atomic>
 
-#include "base/hash.h"
 #include "device_cases.h"
 #include "transport/host.h"
 
@@ -29,10 +28,9 @@ struct Counted {
 
 // The announcement of the rank with this wire, in another process of this host.
 Bytes announced(uint64_t wire, pid_t pid, const std::vector<uint64_t>& closed = {}) {
-  const Host host = this_memory();
   Bytes bytes = to_bytes(wire);
   for (const uint64_t each :
-       {fnv1a(std::as_bytes(std::span(host))), static_cast<uint64_t>(pid), uint64_t{closed.size()}})
+       {this_memory_number(), static_cast<uint64_t>(pid), uint64_t{closed.size()}})
     for (const std::byte byte : as_bytes(each)) bytes.push_back(byte);
   for (const uint64_t each : closed)
     for (const std::byte byte : as_bytes(each)) bytes.push_back(byte);

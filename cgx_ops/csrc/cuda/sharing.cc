@@ -4,9 +4,7 @@
 
 #include <cstring>
 #include <optional>
-#include <span>
 
-#include "base/hash.h"
 #include "transport/host.h"
 
 namespace cgx::device::cuda {
@@ -72,12 +70,6 @@ Shared Shared::read(const Bytes& bytes) {
   return shared;
 }
 
-// A hash, because the names are too long for a handle.
-uint64_t Shared::this_memory_number() {
-  const Host memory = this_memory();
-  return fnv1a(std::as_bytes(std::span(memory)));
-}
-
 Bytes Shared::bytes() const {
   const auto* first = reinterpret_cast<const std::byte*>(this);
   return {first, first + sizeof(*this)};
@@ -86,7 +78,7 @@ Bytes Shared::bytes() const {
 Bytes share(const CudaDevice& device, const void* address) {
   const Current current(device.context());
   Shared shared{};
-  shared.memory = Shared::this_memory_number();
+  shared.memory = this_memory_number();
   shared.pid = getpid();
   shared.uuid = device.uuid();
   shared.address = reinterpret_cast<uint64_t>(address);

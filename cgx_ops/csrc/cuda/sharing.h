@@ -18,7 +18,6 @@ struct Shared {
   // share memory.
   static Shared read(const Bytes& bytes);
   Bytes bytes() const;
-  static uint64_t this_memory_number();
 };
 static_assert(sizeof(Shared) <= 128);
 static_assert(std::is_trivially_copyable_v<Shared>);

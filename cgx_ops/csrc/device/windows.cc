@@ -6,7 +6,6 @@
 #include <random>
 #include <utility>
 
-#include "base/hash.h"
 #include "base/status.h"
 #include "transport/host.h"
 
@@ -17,7 +16,7 @@ constexpr int64_t kMostClosed = 256;  // wires in an announcement; others wait f
 
 struct Head {
   uint64_t wire;
-  uint64_t host;
+  uint64_t memory;  // this_memory_number()
   int64_t pid;
   int64_t closed;  // number of wires that follow
 };
@@ -29,18 +28,14 @@ struct Announced {
   std::vector<uint64_t> closed;
 };
 
-uint64_t this_host() {
-  const Host host = this_memory();
-  return fnv1a(std::as_bytes(std::span(host)));
-}
-
 Announced read(std::span<const std::byte> bytes) {
   const size_t size = std::min(bytes.size(), sizeof(Head));
   const auto head = from_bytes<Head>(bytes.first(size), "a rank's announcement of its windows");
   require(head.closed >= 0 && head.closed <= kMostClosed &&
               bytes.size() == sizeof(Head) + head.closed * sizeof(uint64_t),
           CGX_PEER_FAILED, "a rank's announcement of its windows has ", bytes.size(), " bytes");
-  Announced announced{head.wire, head.host == this_host(), static_cast<pid_t>(head.pid), {}};
+  Announced announced{
+      head.wire, head.memory == this_memory_number(), static_cast<pid_t>(head.pid), {}};
   announced.closed.resize(head.closed);
   std::memcpy(announced.closed.data(), bytes.data() + sizeof(Head), bytes.size() - sizeof(Head));
   return announced;
@@ -82,7 +77,8 @@ Bytes Windows::announcement(uint64_t wire) const {
   std::vector<uint64_t> closed;
   for (const auto& [each, untold] : closed_)
     if (closed.size() < kMostClosed) closed.push_back(each);
-  Bytes bytes = to_bytes(Head{wire, this_host(), getpid(), static_cast<int64_t>(closed.size())});
+  Bytes bytes =
+      to_bytes(Head{wire, this_memory_number(), getpid(), static_cast<int64_t>(closed.size())});
   const auto list = std::as_bytes(std::span(closed));
   bytes.insert(bytes.end(), list.begin(), list.end());
   return bytes;

@@ -6,9 +6,11 @@
 #include <cerrno>
 #include <cstring>
 #include <fstream>
+#include <span>
 #include <string>
 
 #include "base/env.h"
+#include "base/hash.h"
 #include "base/status.h"
 
 namespace cgx {
@@ -48,5 +50,10 @@ Host this_host() {
 }
 
 Host this_memory() { return to_host(env_host_id().value_or("") + "|" + machine()); }
+
+uint64_t this_memory_number() {
+  const Host memory = this_memory();
+  return fnv1a(std::as_bytes(std::span(memory)));
+}
 
 }  // namespace cgx

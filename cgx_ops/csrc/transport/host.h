@@ -2,6 +2,7 @@
 #pragma once
 
 #include <array>
+#include <cstdint>
 
 namespace cgx {
 
@@ -13,5 +14,7 @@ Host this_host();
 // Ranks with equal values can share memory by process id: they have one host name, boot, PID
 // namespace and CGX_HOST_ID.
 Host this_memory();
+// A hash of it, for messages that have no room for the names.
+uint64_t this_memory_number();
 
 }  // namespace cgx
