@@ -37,7 +37,8 @@ Announced read(std::span<const std::byte> bytes) {
   Announced announced{
       head.wire, head.memory == this_memory_number(), static_cast<pid_t>(head.pid), {}};
   announced.closed.resize(head.closed);
-  std::memcpy(announced.closed.data(), bytes.data() + sizeof(Head), bytes.size() - sizeof(Head));
+  std::ranges::copy(bytes.subspan(sizeof(Head)),
+                    std::as_writable_bytes(std::span(announced.closed)).begin());
   return announced;
 }
 
