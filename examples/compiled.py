@@ -55,7 +55,7 @@ def train(bits: int, epochs: int) -> dict[str, Any]:
 
     rewrite = nullcontext() if bits == 32 else compress_collectives(cgx_ops.Config(bits=bits))
     with rewrite:
-        step_of(model)(training.train_x[:BATCH], training.train_y[:BATCH])  # what is compiled stays
+        step_of(model)(training.train_x[:BATCH], training.train_y[:BATCH])  # a graph is compiled once
     training.run(step_of(model), until=epochs // 2)
     saved = {name: p.clone() for name, p in model.state_dict().items()}
     saved_training, saved_noise = training.state_dict(), torch.get_rng_state()

@@ -116,12 +116,12 @@ def end(process: subprocess.Popen[str]) -> None:
 
 
 def name_of(script: str, bits: int) -> str:
-    """Return what a run is called in the progress bar and the plot."""
+    """Return the label of a run in the progress bar and the plot."""
     return f"{script.removesuffix('_digits')}, {'exact' if bits == EXACT else f'{bits} bits'}"
 
 
 def problems(results: list[Result]) -> list[str]:
-    """Say what is wrong with the results, in sentences; nothing if all is well."""
+    """Return one sentence for each error in the results; an empty list if there is none."""
     found = []
     by_run = {(r["framework"], r["bits"]): r for r in results}
     for framework in EXAMPLES:

@@ -1,4 +1,4 @@
-"""What the PyTorch examples share: the handwritten digits, a perceptron, and its training loop."""
+"""Code shared by the PyTorch examples: handwritten digits, a perceptron and a training loop."""
 
 import copy
 import hashlib
@@ -66,15 +66,15 @@ class Training:
                 print(json.dumps(facts), flush=True)
 
     def accuracy(self, model: nn.Module) -> float:
-        """Return the part of the test images that the model names right."""
+        """Return the fraction of test images that are classified correctly."""
         with torch.no_grad():
             return (model(self.test_x).argmax(1) == self.test_y).float().mean().item()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what load_state_dict() continues from."""
+        """Return the state for load_state_dict()."""
         state = {"optimizer": self.optimizer.state_dict(), "schedule": self.schedule.state_dict(),
                  "shuffle": self.shuffle.get_state(), "curve": self.curve}  # fmt: skip
-        return copy.deepcopy(state)  # what goes on training must not change it
+        return copy.deepcopy(state)  # a copy: further training must not change it
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where state_dict() was called."""
@@ -91,7 +91,7 @@ def digest(model: nn.Module) -> str:
 
 
 def same_on_all_ranks(text: str) -> bool:
-    """Tell whether all ranks of torch.distributed give the same text."""
+    """Return whether all ranks of torch.distributed passed the same text."""
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, text)
     return len(set(everyone)) == 1

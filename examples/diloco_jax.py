@@ -52,7 +52,7 @@ class Layer(nnx.Module):
 
 
 class Transformer(nnx.Module):
-    """What each character of a text may be followed by, from those up to it."""
+    """A language model: logits of the next character, from the characters before it."""
 
     def __init__(self, symbols: int, rngs: nnx.Rngs) -> None:
         self.symbols = nnx.Embed(symbols, WIDTH, rngs=rngs)

@@ -52,7 +52,10 @@ def loss_of(weights: Weights, images: jax.Array, labels: jax.Array) -> jax.Array
 
 
 def same_on_all_ranks(weights: Weights) -> bool:
-    """Tell whether all ranks hold the same bits: each hash byte's least value is its greatest."""
+    """Return whether the weights of all ranks have equal bits.
+
+    It compares the minimum and maximum of each byte of a hash over the ranks.
+    """
     data = b"".join(np.asarray(w.addressable_data(0)).tobytes() for w in jax.tree.leaves(weights))
     digest = np.frombuffer(hashlib.sha256(data).digest(), np.uint8).astype(np.float32)
     low, high = (cgx_ops.allreduce(digest, op, Config(bits=32)) for op in ("min", "max"))
@@ -60,7 +63,10 @@ def same_on_all_ranks(weights: Weights) -> bool:
 
 
 def bytes_sent(world: Communicator) -> int:
-    """Return what this rank sent for the mesh, whose communicator is named after its processes."""
+    """Return how many bytes this rank sent for the mesh.
+
+    The mesh's communicator is named after its processes.
+    """
     with contextlib.suppress(cgx_ops.NotFound):  # the first collective makes it
         return Communicator.find("jax:" + ",".join(map(str, range(world.size)))).bytes_sent
     return 0

@@ -1,4 +1,4 @@
-"""What the JAX examples on meshes share: batches of the digits, and whether copies are equal."""
+"""Code shared by the JAX examples on meshes: batches of digits, and a comparison of copies."""
 
 import hashlib
 import json

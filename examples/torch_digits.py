@@ -1,10 +1,11 @@
-"""Handwritten digits in PyTorch: several ranks, whose gradients travel in a few bits.
+"""Train on handwritten digits in PyTorch, with several ranks and compressed gradients.
 
     mpirun -np 2 python examples/torch_digits.py            # 32 bits (exact), then 4
 
-Every rank takes its own part of each batch. `AverageGradient` is the identity on the way forward;
-on the way back it averages the gradient over all ranks. torch.compile(fullgraph=True) takes it into
-the backward graph like any other operator. Rank 0 prints a line of JSON per epoch and per result.
+Each rank trains on its own part of each batch. `AverageGradient` returns its input unchanged in the
+forward pass, and averages the gradient over all ranks in the backward pass.
+torch.compile(fullgraph=True) compiles it like any other operator. Rank 0 prints a line of JSON for
+each epoch and each result.
 """
 
 import argparse
@@ -23,7 +24,7 @@ import cgx_ops.torch  # defines torch.ops.cgx
 
 
 class AverageGradient(torch.autograd.Function):
-    """The identity; its gradient is averaged over all ranks, sent in `bits` bits a value."""
+    """Return a weight unchanged, and average its gradient over all ranks in `bits` bits."""
 
     @staticmethod
     def forward(ctx: Any, weight: torch.Tensor, bits: int) -> torch.Tensor:
@@ -36,7 +37,10 @@ class AverageGradient(torch.autograd.Function):
 
 
 def same_on_all_ranks(model: nn.Module) -> bool:
-    """Tell whether all ranks hold the same bits: each hash byte's least value is its greatest."""
+    """Return whether the weights of all ranks have equal bits.
+
+    It compares the minimum and maximum of each byte of a hash over the ranks.
+    """
     weights = b"".join(p.detach().numpy().tobytes() for p in model.parameters())
     digest = np.frombuffer(hashlib.sha256(weights).digest(), np.uint8).astype(np.float32)
     low, high = (cgx_ops.allreduce(digest, op, cgx_ops.Config(bits=32)) for op in ("min", "max"))
