@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from support import launch
 
-from cgx_ops._core import environment, variables
+from cgx_ops._core import environment, tables, variables
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -16,6 +16,12 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_documentation_lists_all_variables() -> None:
     text = (ROOT / "docs/reference/environment.md").read_text()
     assert set(re.findall(r"`(CGX_[A-Z_]+)`", text)) == variables.NAMES
+
+
+def test_documentation_lists_all_compressors() -> None:
+    text = (ROOT / "docs/reference/environment.md").read_text()
+    row = next(line for line in text.splitlines() if line.startswith("| `CGX_COMPRESSOR` |"))
+    assert re.findall(r"`([a-z0-9_]+)`", row.split(" | ")[1]) == list(tables.COMPRESSORS)
 
 
 def test_variables_include_all_options() -> None:
