@@ -55,7 +55,8 @@ def train(bits: int, epochs: int) -> dict[str, Any]:
 
     rewrite = nullcontext() if bits == 32 else compress_collectives(cgx_ops.Config(bits=bits))
     with rewrite:
-        step_of(model)(training.train_x[:BATCH], training.train_y[:BATCH])  # a graph is compiled once
+        # A graph is compiled once, so later steps use the rewritten one.
+        step_of(model)(training.train_x[:BATCH], training.train_y[:BATCH])
     training.run(step_of(model), until=epochs // 2)
     saved = {name: p.clone() for name, p in model.state_dict().items()}
     saved_training, saved_noise = training.state_dict(), torch.get_rng_state()
