@@ -17,7 +17,7 @@ struct Element {
   int bias;
   uint32_t largest;  // the code of the largest finite magnitude; larger codes are NaN
 
-  // Of the largest magnitude.
+  // The exponent of the largest finite magnitude.
   CGX_HD constexpr int highest_exponent() const {
     return static_cast<int>(largest >> mantissa_bits) - bias;
   }

@@ -136,8 +136,9 @@ class BackendOptions:
 def compressed(config: Config | None = None, *, seed: int = 0) -> Iterator[None]:
     """Compress all_reduce, all_to_all_single, send and recv that this thread starts inside.
 
-    Of all_reduce, sums and averages. Reduce-scatters and all-gathers of torch.distributed stay
-    exact: `cgx_ops.torch.reduce_scatter`, `all_gather` and `fsdp.compress` compress them.
+    For all_reduce this applies to sums and averages only. Reduce-scatters and all-gathers of
+    torch.distributed stay exact: `cgx_ops.torch.reduce_scatter`, `all_gather` and `fsdp.compress`
+    compress them.
 
     Both ranks of a message must be inside; else both raise MismatchError. The block applies to the
     calling thread only. On the CPU, backward runs hooks on the thread that called it, so they are

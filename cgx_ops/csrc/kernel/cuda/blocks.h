@@ -119,7 +119,7 @@ class BlocksDecoder {
 
 // ---- 4. scales ----
 
-// Of the blocks to which a lane's units belong.
+// The scales of the blocks to which a lane's units belong.
 struct ScalesOfUnits {
   BlockScale at[kLaneUnits];
 };

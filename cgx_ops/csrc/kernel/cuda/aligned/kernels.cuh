@@ -57,7 +57,7 @@ __global__ void __launch_bounds__(kPairLanes, kMostBlocks)
   exact<Value>(group, launch, work, blockIdx.x, gridDim.x);
 }
 
-// Of Reduce, if the sum is encoded.
+// Returns the kernel of Reduce for sums that are encoded.
 const void* records_kernel(Dtype dtype, const Variant& variant, bool noisy);
 
 template <typename Launch>
