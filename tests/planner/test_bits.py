@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.encoding_errors import squared_error
 
-from cgx_ops import Config, InvalidArgument, Unsupported, dequantize, quantize
+from cgx_ops import Config, InvalidArgument
 from cgx_ops.planner import allocate_bits, cluster_bits, predicted_error, statistic
 
 _NUMEL = 512 * 100
@@ -19,11 +20,6 @@ _DRAWS = {
 }
 
 
-def _measured(values: np.ndarray, config: Config) -> float:
-    decoded = dequantize(quantize(values, config), values.size, config=config)
-    return float(np.square(values.astype(np.float64) - decoded).sum())
-
-
 @pytest.mark.parametrize("name", _DRAWS)
 def test_predicted_error_equals_the_measured_one(name: str) -> None:
     values = _DRAWS[name](np.random.default_rng(0)).astype(np.float32)
@@ -32,7 +28,7 @@ def test_predicted_error_equals_the_measured_one(name: str) -> None:
             config = Config(bits=bits, rounding=rounding)
             predicted = predicted_error(statistic(values, config), bits, config)
             within = 0.1 if bits > 2 else 0.2
-            assert _measured(values, config) == pytest.approx(predicted, rel=within), (
+            assert squared_error(values, config) == pytest.approx(predicted, rel=within), (
                 rounding, bits,
             )  # fmt: skip
 
@@ -42,7 +38,7 @@ def test_predicted_error_of_levels_is_for_normal_values() -> None:
     for bits in range(1, 5):
         config = Config(bits=bits, compressor="levels")
         predicted = predicted_error(statistic(values, config), bits, config)
-        assert _measured(values, config) == pytest.approx(predicted, rel=0.03)
+        assert squared_error(values, config) == pytest.approx(predicted, rel=0.03)
 
 
 def test_statistic_counts_the_last_bucket_as_it_is() -> None:
@@ -161,9 +157,3 @@ def test_clusters_give_large_tensors_few_bits() -> None:
 def test_invalid_arguments_raise(call, says: str) -> None:
     with pytest.raises(InvalidArgument, match=says):
         call()
-
-
-@pytest.mark.parametrize("config", [Config(compressor="topk"), Config(rotation=32)])
-def test_unpredictable_compressors_raise(config: Config) -> None:
-    with pytest.raises(Unsupported, match=r"predicted"):
-        statistic(np.ones(4, np.float32), config)

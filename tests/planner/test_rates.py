@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from support.encoding_errors import squared_error
 
-from cgx_ops import Config, InvalidArgument, Unsupported, dequantize, quantize
+from cgx_ops import Config, InvalidArgument, Unsupported
 from cgx_ops.planner import allocate_bits, allocate_rates, predicted_error, statistic
 
 _NUMEL = 65_536
@@ -19,11 +20,6 @@ def _entropy(rate: float, rounding: Any = None) -> Config:
     return Config(compressor="entropy", rate=rate, rounding=rounding)
 
 
-def _measured(values: np.ndarray, config: Config) -> float:
-    decoded = dequantize(quantize(values, config), values.size, config=config)
-    return float(np.square(values.astype(np.float64) - decoded).sum())
-
-
 @pytest.mark.parametrize("rounding", ["nearest", "shift"])
 def test_predicted_error_equals_the_measured_one(rounding: str) -> None:
     values = np.random.default_rng(0).standard_normal(_NUMEL).astype(np.float32)
@@ -31,7 +27,7 @@ def test_predicted_error_equals_the_measured_one(rounding: str) -> None:
         config = _entropy(rate, rounding)
         predicted = predicted_error(statistic(values, config), rate, config)
         within = 0.04 if rounding == "nearest" else 0.08 if rate >= 1 else 0.2
-        assert _measured(values, config) == pytest.approx(predicted, rel=within), rate
+        assert squared_error(values, config) == pytest.approx(predicted, rel=within), rate
     assert predicted_error(7.0, 32, config) == 0
 
 
@@ -42,7 +38,9 @@ def test_heavy_tails_have_less_error_than_predicted(name: str) -> None:
     values = drawn.astype(np.float32)
     for rate in (0.5, 1, 2, 3, 4):
         config = _entropy(rate)
-        share = _measured(values, config) / predicted_error(statistic(values, config), rate, config)
+        share = squared_error(values, config) / predicted_error(
+            statistic(values, config), rate, config
+        )
         assert 0.5 < share < 0.95, rate
 
 

@@ -1,22 +1,12 @@
 """Importing cgx_ops starts nothing and loads no framework and no MPI."""
 
-import subprocess
-import sys
-
 import pytest
-
-
-def _python(code: str) -> str:
-    result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
-    )
-    assert result.returncode == 0, result.stderr
-    return result.stdout
+from support.launch import python
 
 
 def test_import_loads_no_framework() -> None:
     code = "import sys, cgx_ops; print(sorted({m.split('.')[0] for m in sys.modules}))"
-    loaded = _python(code)
+    loaded = python(code)
     for module in ("torch", "jax", "jaxlib", "mpi4py", "rich"):
         assert f"'{module}'" not in loaded
 
@@ -26,7 +16,7 @@ def test_import_loads_no_framework() -> None:
 def test_missing_framework_names_the_remedy(module: str, built: bool) -> None:
     framework = module.removesuffix("lib")
     versions = {framework: "0.10.2+cpu"} if built else {}
-    printed = _python(f"""
+    printed = python(f"""
 import sys
 from cgx_ops._core import binary, library
 binary.built_with = lambda: {versions}
@@ -48,7 +38,7 @@ except ModuleNotFoundError as error:
 def test_torch_binding_loads_no_compiler() -> None:
     pytest.importorskip("torch.nn")
     code = "import sys, cgx_ops.torch; print({'torch._dynamo', 'torch._inductor'} & {*sys.modules})"
-    assert _python(code) == "set()\n"
+    assert python(code) == "set()\n"
 
 
 def test_import_loads_no_mpi_and_starts_no_thread() -> None:
@@ -56,9 +46,9 @@ def test_import_loads_no_mpi_and_starts_no_thread() -> None:
 import os, cgx_ops
 print("libmpi" in open("/proc/self/maps").read(), len(os.listdir("/proc/self/task")))
 """
-    alone = int(_python("import os, numpy; print(len(os.listdir('/proc/self/task')))"))
-    assert _python(code).split() == ["False", str(alone)]  # numpy's own threads, and no more
+    alone = int(python("import os, numpy; print(len(os.listdir('/proc/self/task')))"))
+    assert python(code).split() == ["False", str(alone)]  # numpy's own threads, and no more
 
 
 def test_exit_without_use_is_silent() -> None:
-    assert _python("import cgx_ops") == ""
+    assert python("import cgx_ops") == ""

@@ -1,21 +1,11 @@
 """libmpi is loaded only in processes of MPI jobs, which reject a second MPI library."""
 
-import subprocess
-import sys
 import sysconfig
 from pathlib import Path
 
 import pytest
 from support import launch
-
-
-def _python(code: str) -> str:
-    result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
-    )
-    assert result.returncode == 0, result.stderr
-    return result.stdout
-
+from support.launch import python
 
 BACKENDS, TRANSPORTS = ("none", "cgx", "gloo"), ("AUTO", "TCP", "SHM")
 # Each value once: a backend loads its libraries with any transport, and the other way round.
@@ -64,7 +54,7 @@ def test_second_mpi_library_raises(name: str, tmp_path: Path) -> None:
     other = tmp_path / name  # any library will do, because only its name matters
     any_library = next(Path(sysconfig.get_path("stdlib"), "lib-dynload").glob("*.so"))
     other.write_bytes(any_library.read_bytes())
-    printed = _python(f"""
+    printed = python(f"""
 import ctypes
 ctypes.CDLL({str(other)!r})
 import cgx_ops
@@ -79,7 +69,7 @@ except RuntimeError as error:
 
 def test_missing_mpi_names_the_remedy(tmp_path: Path) -> None:
     """Simulate a process started by mpirun, which needs MPI."""
-    printed = _python(f"""
+    printed = python(f"""
 import os
 os.environ.update(OMPI_COMM_WORLD_RANK="0", OMPI_COMM_WORLD_SIZE="2")
 import cgx_ops
@@ -98,5 +88,5 @@ def test_mpi4py_shares_the_library() -> None:
     ours = "from cgx_ops._core import library; library.describe_mpi()"
     for first, second in ((ours, "import mpi4py.MPI"), ("import mpi4py.MPI", ours)):
         code = f"{first}\n{second}\nprint(open('/proc/self/maps').read())"
-        mapped = {line.split()[-1] for line in _python(code).splitlines() if "/libmpi" in line}
+        mapped = {line.split()[-1] for line in python(code).splitlines() if "/libmpi" in line}
         assert len(mapped) == 1, mapped

@@ -112,6 +112,15 @@ def processes(
     return _launch(command, n, program, args, env, timeout, check)
 
 
+def python(code: str, timeout: float = 60) -> str:
+    """Run a program's text in a new process and return its standard output."""
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=timeout, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
 def python_path() -> str:
     """Return a path with tests/ and this checkout's cgx_ops, before any installed one."""
     tests = Path(__file__).parents[1]
