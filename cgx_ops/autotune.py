@@ -163,11 +163,6 @@ def bits_for(
     return verdict_of(communicator, config).bits(numel, element_bytes)
 
 
-def set_verdict(communicator: Communicator, config: Config, verdict: Verdict) -> None:
-    """Set a communicator's verdict, equal on all ranks, so that it measures nothing."""
-    _slot(communicator, config)[0].verdict = verdict
-
-
 def _slot(communicator: Communicator, config: Config) -> tuple[Slot, Config]:
     """Return the slot of the verdict, and the config without its bits."""
     require_choice(config)
