@@ -257,6 +257,11 @@ def rule_of_part(pattern: str, **settings: Any) -> Rule:
 
 def require_rules(rules: Any, where: str = "") -> Rules:
     """Return the argument, or raise TypeError unless it is a Rules."""
+    if rules is None:
+        raise TypeError(
+            f"{where}rules is None; give cgx_ops.Rules(...). To compress vectors too: "
+            "Rules(exact_vectors=False)"
+        )
     if not isinstance(rules, Rules):
         raise TypeError(f"{where}rules is {rules!r}; give cgx_ops.{_EXAMPLE}")
     return rules

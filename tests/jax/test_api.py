@@ -65,7 +65,8 @@ def test_all_calls_take_the_same_options() -> None:
         assert taken["config"].default is None
         assert taken["keywords"].annotation == Unpack[Keywords]
         rules = taken.get("rules")
-        assert rules is None or rules.default == (Rules() if call in FOR_GRADIENTS else None)
+        exact = call in FOR_GRADIENTS  # vectors
+        assert rules is None or rules.default == Rules(exact_vectors=exact)
 
 
 @pytest.mark.parametrize("carrier", ["native", "xla"])

@@ -194,7 +194,9 @@ def test_resume_on_other_device_count(knobs: dict[str, Any], devices: int, tmp_p
 
     def make(size: int) -> optax.GradientTransformation:
         return optax.chain(
-            average_gradients("d", mesh=mesh_with(size), **with_config(**knobs, rules=None)),
+            average_gradients(
+                "d", mesh=mesh_with(size), **with_config(**knobs, rules=Rules(exact_vectors=False))
+            ),
             optax.identity(),
         )
 
@@ -263,7 +265,10 @@ def test_decay() -> None:
 
     def step(decay: float, state: Any) -> Any:
         optimizer = average_gradients(
-            "d", mesh=mesh, rules=None, config=Config(residual_decay=decay, **TOPK)
+            "d",
+            mesh=mesh,
+            rules=Rules(exact_vectors=False),
+            config=Config(residual_decay=decay, **TOPK),
         )
         state = optimizer.init(params) if state is None else state
         return program_of(optimizer, params, mesh)(params, state, rows)

@@ -141,6 +141,10 @@ def test_rules(rule: Any, said: str) -> None:
                 trace(lambda v, c=CALLS[name]: c(v, rules=Rules([("", rule)], exact_vectors=False)))
         with pytest.raises(TypeError, match=rf"{name}: rules is .* give cgx_ops.Rules\("):
             trace(lambda v, c=CALLS[name]: c(v, rules={"nothing": rule}))
+        with pytest.raises(
+            TypeError, match=rf"{name}: rules is None; .* Rules\(exact_vectors=False"
+        ):
+            trace(lambda v, c=CALLS[name]: c(v, rules=None))
     rules = Rules([("w", {"density": 0.1}), ("", {"compressor": "topk"})], exact_vectors=False)
     trace(lambda v: psum_q({"w": v}, "d", rules=rules))
 

@@ -220,7 +220,7 @@ def test_equals_torch() -> None:
     """
     n, mesh, decay = 4, mesh_with(4), 0.75
     loop = diloco(
-        "d", mesh=mesh, sync_every=1, bits=2, compressor="levels", rules=None,
+        "d", mesh=mesh, sync_every=1, bits=2, compressor="levels", rules=Rules(exact_vectors=False),
         config=Config(algorithm="sra", residual_decay=decay), outer_optimizer=optax.sgd(1.0),
     )  # fmt: skip
     params, state = started(loop)

@@ -29,6 +29,7 @@ from support.jax_diloco_cases import (
 )
 from support.jax_optimizer_cases import mesh_with, restored
 
+from cgx_ops import Rules
 from cgx_ops.jax import DiLoCoState, consolidate, consolidate_copies, diloco
 
 use_cpu_devices(8)
@@ -119,7 +120,10 @@ def test_states_of_other_loops(old: Any, new: Any, devices: int, words: str) -> 
 def test_leaves_that_become_exact_send_their_residuals(delay: int) -> None:
     mesh, w, owed = mesh_with(4), {"w": np.zeros(40, np.float32)}, normal(1, 4, 40)
     options = {"sync_every": 2, "fragment_sync_delay": delay, "outer_optimizer": optax.sgd(1.0)}
-    lossy, exact = (diloco("d", mesh=mesh, bits=bits, rules=None, **options) for bits in (4, 32))
+    lossy, exact = (
+        diloco("d", mesh=mesh, bits=bits, rules=Rules(exact_vectors=False), **options)
+        for bits in (4, 32)
+    )
     rows = jax.NamedSharding(mesh, P("d"))
     for outer in (exact.outer, jax.jit(exact.outer)):
         state = lossy.init(w)._replace(residual={"w": jax.device_put(owed, rows)})

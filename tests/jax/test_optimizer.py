@@ -346,7 +346,9 @@ def test_init_finds_the_mesh() -> None:
     given = average().init(WEIGHTS)
     with jax.set_mesh(MESH):
         found = average(mesh=None).init(WEIGHTS)
-    wide = average_gradients(("b", "a"), rules=None, mesh=mesh_of((2, 4), ("a", "b"))).init(WEIGHTS)
+    wide = average_gradients(
+        ("b", "a"), rules=Rules(exact_vectors=False), mesh=mesh_of((2, 4), ("a", "b"))
+    ).init(WEIGHTS)
     states: list[Any] = [given, found, wide]
     for state in states:
         assert state.residual.shape == (N, NUMEL)
@@ -376,7 +378,9 @@ def test_init_without_the_axis(mesh: Any) -> None:
 def test_two_axes_in_the_order_of_the_group() -> None:
     """Check that residuals have the order of the given axes, as the ranks of psum_q."""
     mesh = mesh_of((2, 4), ("a", "b"))
-    optimizer = average_gradients(("b", "a"), bits=2, config=SRA, rules=None, mesh=mesh)
+    optimizer = average_gradients(
+        ("b", "a"), bits=2, config=SRA, rules=Rules(exact_vectors=False), mesh=mesh
+    )
     specs = state_specs(optimizer, WEIGHTS, ("b", "a"))
     program = jax.shard_map(
         lambda w, s, rows: optimizer.update(

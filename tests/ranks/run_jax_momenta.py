@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 from support.jax_cases import fetch, mesh_of, use_cpu_devices
 
 import cgx_ops.jax
-from cgx_ops import Config
+from cgx_ops import Config, Rules
 from cgx_ops.jax import compressed_adamw, signum, state_specs
 
 DEVICES = int(sys.argv[1])
@@ -32,7 +32,13 @@ ONE_BIT = Config(compressor="levels", bits=1, algorithm="sra")
 VOTES = Config(compressor="sign", algorithm="sra")
 MAKERS = {
     "compressed_adamw": partial(
-        compressed_adamw, "d", 0.01, warmup_steps=10, refreshes=2, config=ONE_BIT, rules=None
+        compressed_adamw,
+        "d",
+        0.01,
+        warmup_steps=10,
+        refreshes=2,
+        config=ONE_BIT,
+        rules=Rules(exact_vectors=False),
     ),
     "signum": partial(signum, "d", 0.002, config=VOTES),
 }

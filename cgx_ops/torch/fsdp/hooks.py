@@ -53,7 +53,7 @@ def compress(
     gradients: Config | None = GRADIENTS,
     weights: Config | Differences | None = None,
     *,
-    rules: Rules | None = None,
+    rules: Rules = Rules(),  # noqa: B008  (immutable)
     feedback: Feedback | None = None,
     adaptive: AdaptiveBits | None = None,
     replicas: dist.ProcessGroup | DeviceMesh | None = None,
@@ -75,8 +75,8 @@ def compress(
         weights: settings of the weights' all-gather. A `Differences` sends changes only. A Config,
             for example `WEIGHTS`, sends the weights; use rounding "shift" or "stochastic" for them,
             because rounding to nearest biases training. None: exact.
-        rules: settings of parameters by name, for both directions. None: `Rules()`, which sends
-            biases and other one-dimensional parameters exact. `cgx_ops.torch.exclude_layer` and
+        rules: settings of parameters by name, for both directions. The default sends biases
+            and other one-dimensional parameters exact. `cgx_ops.torch.exclude_layer` and
             similar functions have no effect on FSDP2. Equal on all ranks.
         feedback: how residuals of gradients are stored, for example `LOCO`. None: `Feedback()` if
             `gradients.keeps_residuals` is True.
@@ -128,7 +128,7 @@ def compress(
         raise TypeError(
             f"weights is {weights!r}; it must be a cgx_ops.Config, a fsdp.Differences or None"
         )
-    gathered = reduced = Rules() if rules is None else require_rules(rules)
+    gathered = reduced = require_rules(rules, "fsdp.compress: ")
     names = {module: layer_name(name) for name, module in model.named_modules()}
     wrapped = {name: module for module, name in names.items() if isinstance(module, FSDPModule)}
     if not wrapped:

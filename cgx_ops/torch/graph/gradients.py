@@ -26,7 +26,7 @@ def compress_grads(
     bucket_size: int | None = None,
     compressor: Compressor | None = None,
     rounding: Rounding | None = None,
-    rules: Rules | None = None,
+    rules: Rules = Rules(),  # noqa: B008  (immutable)
     group: Group = None,
     name: str = "",
     carrier: str = "native",
@@ -49,7 +49,7 @@ def compress_grads(
         rounding: overrides `config.rounding`. Random rounding draws its seed from torch's default
             CPU generator.
         rules: settings by parameter name: a dict's key, "0", "1", ... in a list, "" for a single
-            tensor. None: `Rules()`, which sends biases and other one-dimensional tensors exact.
+            tensor. The default sends biases and other one-dimensional tensors exact.
         group: the ranks: a process group of any backend, a one-dimensional DeviceMesh, or a group's
             name. None: all ranks.
         name: identifies the call across ranks. Needed only if several threads start collectives.
@@ -76,7 +76,7 @@ def compress_grads(
     """
     if op not in ("sum", "avg"):
         raise ValueError(f"op is {op!r}; it must be 'sum' or 'avg'")
-    rules = Rules() if rules is None else require_rules(rules, "compress_grads: ")
+    require_rules(rules, "compress_grads: ")
     names, tensors = _named(params)
     base = config_of(
         config, bits=bits, bucket_size=bucket_size, compressor=compressor, rounding=rounding

@@ -43,6 +43,9 @@ def bad_input() -> None:
     wrong: list[Any] = [[("a", 2)], ["head"], {"head": 2}]
     for rules in wrong:
         refuses(lambda r=rules: fsdp.compress(model, rules=r), TypeError, "give cgx_ops.Rules(")
+    none: Any = None
+    message = "fsdp.compress: rules is None; give cgx_ops.Rules(...)."
+    refuses(lambda: fsdp.compress(model, rules=none), TypeError, message)
 
 
 def several_meshes() -> None:

@@ -21,7 +21,12 @@ from cgx_ops._core import library
 from cgx_ops.communicator import Communicator
 from cgx_ops.config import Config, Keywords
 from cgx_ops.errors import Closed, PeerFailed
-from cgx_ops.jax._src.collectives.options import Carrier, checked_options, refuse_on_gpus
+from cgx_ops.jax._src.collectives.options import (
+    COMPRESS_ALL,
+    Carrier,
+    checked_options,
+    refuse_on_gpus,
+)
 from cgx_ops.jax._src.collectives.primitive import (
     Settings,
     Verb,
@@ -48,7 +53,7 @@ def allreduce_q(
     config: Config | None = None,
     key: jax.Array | None = None,
     name: str = "",
-    rules: Rules | None = None,
+    rules: Rules = COMPRESS_ALL,
     fuse: bool | Plan = True,
     carrier: Carrier = "native",
     residual: Any = None,
@@ -87,7 +92,7 @@ def allreduce_q(
             nearest.
         name: Matches the call with calls of the same name on other ranks. "" (default) matches by
             call order.
-        rules: Settings per leaf, by its path. None (default) sends all leaves with `config`.
+        rules: Settings per leaf, by its path. By default all leaves are sent with `config`.
         fuse: True (default): one message for all leaves of a dtype. False: one message per leaf. A
             `cgx_ops.planner.Plan`: one message for each of its groups.
         carrier: Only "native". For "xla" use `psum_q` in a `shard_map`.

@@ -26,6 +26,9 @@ from cgx_ops.rules import Rules, require_rules
 
 Carrier = Literal["native", "xla"]
 
+#: The default of collectives: all leaves, vectors too, have the call's Config.
+COMPRESS_ALL = Rules(exact_vectors=False)
+
 
 # ---- 1. options ----------------------------------------------------------------------------------
 
@@ -39,7 +42,7 @@ class Options:
         config: The user's; rules and the key complete it for each leaf.
         key: A PRNG key or None.
         name: The user's, or "".
-        rules: Settings of leaves by their paths; None: `config` for all leaves, vectors too.
+        rules: Settings of leaves by their paths.
         fuse: Whether leaves of a dtype share messages; or a plan.
         carrier: Which transport sends messages: cgx's own, or XLA's collectives.
         verb: The collective.
@@ -49,7 +52,7 @@ class Options:
     config: Config
     key: jax.Array | None
     name: str
-    rules: Rules | None
+    rules: Rules
     fuse: bool | Plan
     carrier: Carrier
     verb: Verb
@@ -57,9 +60,7 @@ class Options:
     def of(self, path: Any, leaf: Any) -> Config:
         """Return the Config of a leaf, by its path in the tree and its shape."""
         with _named(self.caller):
-            config = self.config
-            if self.rules is not None:
-                config = self.rules.of(name_of_leaf(path), len(jax.numpy.shape(leaf)), config)
+            config = self.rules.of(name_of_leaf(path), len(jax.numpy.shape(leaf)), self.config)
             return _rounded(config, self.key is not None)
 
     def of_tree(self, tree: Any) -> Any:
@@ -120,7 +121,7 @@ def checked_options(
     *,
     key: jax.Array | None = None,
     name: str = "",
-    rules: Rules | None = None,
+    rules: Rules = COMPRESS_ALL,
     fuse: bool | Plan = True,
     carrier: Carrier = "native",
     verb: Verb = "allreduce",
@@ -149,8 +150,7 @@ def checked_options(
     if not isinstance(name, str):
         raise TypeError(f"{caller}: name is {name!r}; it must be a str")
     check_key(caller, key)
-    if rules is not None:
-        require_rules(rules, f"{caller}: ")
+    require_rules(rules, f"{caller}: ")
     options = Options(caller, config, key, name, rules, fuse, carrier, verb)
     if not rules:  # with rules, leaves are checked with their paths
         options.of((), jax.ShapeDtypeStruct((1, 1), "float32"))

@@ -9,7 +9,7 @@ import jax
 from cgx_ops._core.user_warnings import warn_once
 from cgx_ops.config import Config, Keywords
 from cgx_ops.jax._src.collectives.mesh_groups import Axes, mesh_groups
-from cgx_ops.jax._src.collectives.options import Carrier, Options, checked_options
+from cgx_ops.jax._src.collectives.options import COMPRESS_ALL, Carrier, Options, checked_options
 from cgx_ops.jax._src.collectives.trees import reduce_tree
 from cgx_ops.jax._src.runtime import compat
 from cgx_ops.planner import Plan
@@ -23,7 +23,7 @@ def psum_q(
     config: Config | None = None,
     key: jax.Array | None = None,
     name: str = "",
-    rules: Rules | None = None,
+    rules: Rules = COMPRESS_ALL,
     fuse: bool | Plan = True,
     carrier: Carrier = "native",
     residual: Any = None,
@@ -52,8 +52,8 @@ def psum_q(
             (default) rounds to nearest.
         name: Identifies the collective across processes. Collectives that run at the same time need
             different names. "" (default) uses the position of the call in the compiled program.
-        rules: Settings per leaf, by its path, such as "layers.0.bias". None (default) sends all
-            leaves with `config`, biases and other vectors too.
+        rules: Settings per leaf, by its path, such as "layers.0.bias". By default all leaves are
+            sent with `config`, biases and other vectors too: `Rules(exact_vectors=False)`.
         fuse: How leaves share messages. True (default): messages of about 4 MiB per dtype, the last
             leaves first; trees of less than 8 MiB are one message per dtype. False: one message per
             leaf. A `cgx_ops.planner.Plan`: one message for each of its groups and dtype. Processes
@@ -121,7 +121,7 @@ def pmean_q(
     config: Config | None = None,
     key: jax.Array | None = None,
     name: str = "",
-    rules: Rules | None = None,
+    rules: Rules = COMPRESS_ALL,
     fuse: bool | Plan = True,
     carrier: Carrier = "native",
     residual: Any = None,
@@ -140,7 +140,7 @@ def pmean_q(
         key: A PRNG key for random rounding, another one in every step. None (default) rounds to
             nearest.
         name: Identifies the collective across processes, as in `psum_q`.
-        rules: Settings per leaf, by its path. None (default) sends all leaves with `config`.
+        rules: Settings per leaf, by its path. By default all leaves are sent with `config`.
         fuse: How leaves share messages, as in `psum_q`.
         carrier: "native" (default) or "xla", as in `psum_q`.
         residual: Error feedback: the residual that the last call returned, as in `psum_q`.

@@ -41,7 +41,7 @@ def diloco(
     config: Config | None = None,
     key: jax.Array | None = None,
     name: str = CALLER,
-    rules: Rules | None = Rules(),  # noqa: B008  (it cannot be changed)
+    rules: Rules = Rules(),  # noqa: B008  (immutable)
     fuse: bool | Plan = True,
     carrier: Carrier = "native",
     mesh: jax.sharding.Mesh | None = None,

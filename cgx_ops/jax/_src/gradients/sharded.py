@@ -19,7 +19,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from cgx_ops.config import Config
-from cgx_ops.jax._src.collectives.options import Options
+from cgx_ops.jax._src.collectives.options import COMPRESS_ALL, Options
 from cgx_ops.jax._src.collectives.psum import reduce_over
 from cgx_ops.jax._src.collectives.scatter_gather import scatter_over
 from cgx_ops.jax._src.gradients.device_gradients import (
@@ -188,7 +188,7 @@ def _scattered(
 ) -> jax.Array:
     """Return this device's block of a leaf's sum. Leaves have separate names and noise."""
     own = replace(
-        options.of_message(str(number)), config=config, rules=None, verb="reduce_scatter",
+        options.of_message(str(number)), config=config, rules=COMPRESS_ALL, verb="reduce_scatter",
         key=None if options.key is None else jax.random.fold_in(options.key, number),
     )  # fmt: skip
     return scatter_over(own, leaf, axes, dimension, tiled=False)

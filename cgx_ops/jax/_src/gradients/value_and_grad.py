@@ -36,7 +36,7 @@ def compress_grads(
     config: Config | None = None,
     key: jax.Array | None = None,
     name: str = "",
-    rules: Rules | None = Rules(),  # noqa: B008  (it cannot be changed)
+    rules: Rules = Rules(),  # noqa: B008  (immutable)
     fuse: bool | Plan = True,
     carrier: Carrier = "native",
     **keywords: Unpack[Keywords],
@@ -65,7 +65,7 @@ def compress_grads(
             nearest.
         name: Identifies the collective across processes, as in `psum_q`.
         rules: Settings per leaf, by its path. `Rules()` (default) sends biases and other leaves of
-            at most one dimension exactly. None compresses them too.
+            at most one dimension exactly; `Rules(exact_vectors=False)` compresses them too.
         fuse: How leaves share messages, as in `psum_q`. With False, each gradient is sent as soon
             as it is computed, even in small models.
         carrier: "native" (default) or "xla", as in `psum_q`.
@@ -142,7 +142,7 @@ def value_and_grad(
     config: Config | None = None,
     key: jax.Array | None = None,
     name: str = "",
-    rules: Rules | None = Rules(),  # noqa: B008  (it cannot be changed)
+    rules: Rules = Rules(),  # noqa: B008  (immutable)
     fuse: bool | Plan = True,
     carrier: Carrier = "native",
     **keywords: Unpack[Keywords],
@@ -186,7 +186,7 @@ def value_and_grad(
             nearest.
         name: Identifies the collective across processes, as in `psum_q`.
         rules: Settings per leaf, by its path. `Rules()` (default) sends biases and other leaves of
-            at most one dimension exactly. None compresses them too.
+            at most one dimension exactly; `Rules(exact_vectors=False)` compresses them too.
         fuse: How leaves share messages, as in `psum_q`.
         carrier: "native" (default) or "xla", as in `psum_q`.
         **keywords: `bits`, `bucket_size`, `compressor` and `rounding` override fields of `config`.

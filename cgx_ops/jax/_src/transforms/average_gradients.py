@@ -64,7 +64,7 @@ def average_gradients(
     config: Config | None = None,
     key: jax.Array | None = None,
     name: str = "",
-    rules: Rules | None = Rules(),  # noqa: B008  (it cannot be changed)
+    rules: Rules = Rules(),  # noqa: B008  (immutable)
     fuse: bool | Plan = True,
     carrier: Carrier = "native",
     mesh: Mesh | None = None,
@@ -98,7 +98,7 @@ def average_gradients(
             it. None (default) rounds to nearest, which is better with error feedback.
         name: Identifies the collective across processes, as in `psum_q`.
         rules: Settings per leaf, by its path. `Rules()` (default) sends biases and other leaves of
-            at most one dimension exactly. None compresses them too.
+            at most one dimension exactly; `Rules(exact_vectors=False)` compresses them too.
         fuse: How leaves share messages, as in `psum_q`.
         carrier: "native" (default) or "xla", as in `psum_q`.
         mesh: The mesh of the `shard_map`. `init` outside of it needs the number of devices. None

@@ -25,7 +25,13 @@ from cgx_ops._core.adam import (
 from cgx_ops.config import Config, Keywords
 from cgx_ops.errors import require_integer, require_share
 from cgx_ops.jax._src.collectives.mesh_groups import Axes, mesh_groups
-from cgx_ops.jax._src.collectives.options import Carrier, Options, checked_options, is_vote
+from cgx_ops.jax._src.collectives.options import (
+    COMPRESS_ALL,
+    Carrier,
+    Options,
+    checked_options,
+    is_vote,
+)
 from cgx_ops.jax._src.collectives.psum import reduce_over
 from cgx_ops.jax._src.runtime import compat
 from cgx_ops.jax._src.transforms.base import (
@@ -110,7 +116,7 @@ def compressed_adamw(
     config: Config | None = None,
     key: jax.Array | None = None,
     name: str = "",
-    rules: Rules | None = Rules(),  # noqa: B008  (it cannot be changed)
+    rules: Rules = Rules(),  # noqa: B008  (immutable)
     fuse: bool | Plan = True,
     carrier: Carrier = "native",
     mesh: Mesh | None = None,
@@ -292,7 +298,7 @@ class _VarianceOptions(Options):
     def of(self, path: Any, leaf: Any) -> Config:
         """Return the Config of a leaf."""
         config = config_of_gradients(self.config, self.momentum.of(path, leaf))
-        return replace(self.momentum, config=config, rules=None).of(path, leaf)
+        return replace(self.momentum, config=config, rules=COMPRESS_ALL).of(path, leaf)
 
     def with_key(self, key: jax.Array | None) -> "Options":
         """Return these options with another key."""

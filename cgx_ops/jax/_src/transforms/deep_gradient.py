@@ -102,7 +102,7 @@ def deep_gradient(
     dense_axis: Axes | None = None,
     config: Config | None = None,
     name: str = "",
-    rules: Rules | None = Rules(),  # noqa: B008  (it cannot be changed)
+    rules: Rules = Rules(),  # noqa: B008  (immutable)
     carrier: Carrier = "native",
     mesh: Mesh | None = None,
     **keywords: Unpack[Keywords],

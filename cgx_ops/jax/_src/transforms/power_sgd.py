@@ -84,7 +84,7 @@ def power_sgd(
     config: Config | None = None,
     key: jax.Array | None = None,
     name: str = "",
-    rules: Rules | None = Rules(),  # noqa: B008  (it cannot be changed)
+    rules: Rules = Rules(),  # noqa: B008  (immutable)
     carrier: Carrier = "native",
     mesh: Mesh | None = None,
     **keywords: Unpack[Keywords],
@@ -162,7 +162,7 @@ def power_sgd(
 
     def rank_in(path: Any, leaf: Any) -> int:
         """Return the columns of a leaf's own factors; 0: it has none."""
-        if batched or (rules is not None and rules.match(name_of_leaf(path))):
+        if batched or rules.match(name_of_leaf(path)):
             return 0
         return low_rank.rank_of(*_matrix_of(jnp.shape(leaf)), rank, rate)
 
