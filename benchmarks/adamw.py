@@ -29,7 +29,7 @@ from adamw_training import BETAS, EXACT, METHODS, RANKS, Trained, train
 from small_tasks import characters, code, digits, gpt
 
 from cgx_ops import Communicator
-from cgx_ops._core.table import Table
+from cgx_ops._core.text_table import Table
 from cgx_ops.bench.report import Report
 
 TASKS = {"gpt": gpt, "digits": digits, "characters": characters, "code": code}

@@ -28,7 +28,7 @@ from adamw_training import EXACT, FROZEN_AFTER, METHODS, RANKS, Averager, Moment
 from small_tasks import Task, gpt
 
 from cgx_ops import Communicator
-from cgx_ops._core.table import Table
+from cgx_ops._core.text_table import Table
 from cgx_ops.bench.report import Report
 
 CODECS = {

@@ -22,7 +22,7 @@ from torch import nn
 from training import Training, bytes_sent, start
 
 from cgx_ops import Config
-from cgx_ops._core.table import Table
+from cgx_ops._core.text_table import Table
 from cgx_ops.bench.report import Report
 from cgx_ops.planner import AdaptiveBits
 from cgx_ops.torch import ddp

@@ -24,7 +24,7 @@ from mpi4py import MPI
 
 import cgx_ops
 from cgx_ops import Config
-from cgx_ops._core.table import Table
+from cgx_ops._core.text_table import Table
 from cgx_ops._core.units import size_text, time_text
 from cgx_ops.bench.measure import Summary
 from cgx_ops.bench.peers import PEERS, cgx, cgx_name

@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from cgx_ops._core import library
-from cgx_ops._core.table import Table
+from cgx_ops._core.text_table import Table
 from cgx_ops.bench.measure import Summary
 from cgx_ops.bench.report import Report
 

@@ -31,7 +31,7 @@ from small_tasks import Task, characters, digits
 from torch import nn
 
 from cgx_ops import Communicator, Config, Segment, dequantize, quantize
-from cgx_ops._core.table import Table
+from cgx_ops._core.text_table import Table
 from cgx_ops.bench.report import Report
 
 Floats = npt.NDArray[np.float32]

@@ -33,7 +33,7 @@ import hosts
 from plots import losses
 from rich.console import Console
 
-from cgx_ops._core.table import Table
+from cgx_ops._core.text_table import Table
 from cgx_ops._core.units import time_text
 from cgx_ops.bench.report import Report
 

@@ -9,7 +9,7 @@ A page has a pair of markers for each block::
 import textwrap
 from pathlib import Path
 
-from cgx_ops._core.table import Table
+from cgx_ops._core.text_table import Table
 
 
 def body_of(table: Table) -> str:

@@ -31,7 +31,7 @@ import numpy.typing as npt
 
 from cgx_ops import Config, dequantize, quantize
 from cgx_ops._core import tables
-from cgx_ops._core.table import Table
+from cgx_ops._core.text_table import Table
 from cgx_ops.bench.report import Report
 from cgx_ops.config import Compressor
 

@@ -9,7 +9,7 @@ import argparse
 from dataclasses import asdict, dataclass
 
 import numpy as np
-import places
+import rank_layout
 import torch
 import torch.distributed as dist
 from mpi4py import MPI
@@ -17,7 +17,7 @@ from mpi4py import MPI
 import cgx_ops
 from cgx_ops import Config
 from cgx_ops._core.codec import encoded_bytes
-from cgx_ops._core.table import Table
+from cgx_ops._core.text_table import Table
 from cgx_ops._core.units import parse_rate, parse_size, size_text, time_text
 from cgx_ops.bench.measure import Summary, Timed, measure
 from cgx_ops.bench.peers import PEERS, MpiRanks
@@ -93,10 +93,10 @@ def main() -> None:
     options = parser.parse_args()
     PEERS["gloo"].build(np.zeros(1, np.float32), np.zeros(1, np.float32))  # starts torch's group
     found = [each for size in options.sizes for each in measure_size(size, options.link_rate)]
-    hosts = places.host_count()
+    hosts = rank_layout.host_count()
     if MPI.COMM_WORLD.rank != 0:
         return
-    table = table_of(found, places.described(hosts, options.link_rate))
+    table = table_of(found, rank_layout.described(hosts, options.link_rate))
     table.print()
     if options.json:
         settings = {"ranks": MPI.COMM_WORLD.size, "hosts": hosts, "link_rate": options.link_rate}

@@ -22,7 +22,7 @@ import gpu_mps
 import gpu_present
 from suite import ROOT, Run, run
 
-from cgx_ops._core.table import Table, paragraph
+from cgx_ops._core.text_table import Table, paragraph
 from cgx_ops.bench.report import Report
 
 DOCUMENT = ROOT / "docs/explanation/gpu_speed.md"

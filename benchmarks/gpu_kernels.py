@@ -24,7 +24,7 @@ import torch
 from gpu_calls import Codec, Enqueue, Owner
 
 from cgx_ops import Config
-from cgx_ops._core.table import Table
+from cgx_ops._core.text_table import Table
 from cgx_ops._core.units import time_text
 from cgx_ops.bench.measure import Summary
 from cgx_ops.bench.report import Report

@@ -32,7 +32,7 @@ import numpy as np
 import cgx_ops
 from cgx_ops import Communicator, Config
 from cgx_ops._core.arrays import Array
-from cgx_ops._core.table import Table
+from cgx_ops._core.text_table import Table
 from cgx_ops._core.units import parse_size, size_text, time_text
 from cgx_ops.bench.measure import Ranks, Summary, Timed, measure
 from cgx_ops.bench.peers import PEERS, MpiRanks

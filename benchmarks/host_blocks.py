@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
-import places
+import rank_layout
 import torch
 import torch.distributed as dist
 from mpi4py import MPI
@@ -22,7 +22,7 @@ from mpi4py import MPI
 import cgx_ops
 from cgx_ops import Config
 from cgx_ops._core.codec import encoded_bytes
-from cgx_ops._core.table import Table
+from cgx_ops._core.text_table import Table
 from cgx_ops._core.units import parse_rate, parse_size, size_text, time_text
 from cgx_ops.bench.measure import Summary, Timed, measure
 from cgx_ops.bench.peers import PEERS, MpiRanks
@@ -172,10 +172,10 @@ def main() -> None:
         for verb in ("reduce_scatter", "all_gather")
         for each in measure_verb(verb, size, options.link_rate)
     ]
-    hosts = places.host_count()
+    hosts = rank_layout.host_count()
     if MPI.COMM_WORLD.rank != 0:
         return
-    table = table_of(found, places.described(hosts, options.link_rate))
+    table = table_of(found, rank_layout.described(hosts, options.link_rate))
     table.print()
     if options.json:
         settings = {"ranks": MPI.COMM_WORLD.size, "hosts": hosts, "link_rate": options.link_rate}

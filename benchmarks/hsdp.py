@@ -23,7 +23,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from cgx_ops import Config
-from cgx_ops._core.table import Table
+from cgx_ops._core.text_table import Table
 from cgx_ops.torch import BackendOptions, ddp, fsdp
 
 TASKS = ["digits", "gpt", "characters"]

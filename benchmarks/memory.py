@@ -20,7 +20,7 @@ from mpi4py import MPI
 
 import cgx_ops
 from cgx_ops import Communicator, Config
-from cgx_ops._core.table import Table
+from cgx_ops._core.text_table import Table
 from cgx_ops._core.units import parse_size, size_text
 from cgx_ops.bench.report import Report
 

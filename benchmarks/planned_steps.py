@@ -22,7 +22,7 @@ import cgx_ops
 from cgx_ops import Communicator, Config
 from cgx_ops._core.arrays import Array
 from cgx_ops._core.codec import encoded_bytes
-from cgx_ops._core.table import Table
+from cgx_ops._core.text_table import Table
 from cgx_ops._core.units import time_text
 from cgx_ops.bench.report import Report
 from cgx_ops.planner import Costs, Plan, baselines, finish, measure, timeline

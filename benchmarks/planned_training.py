@@ -26,7 +26,7 @@ from steps import LAYERS, WIDTH, Step, calibrate, publish, where
 import cgx_ops
 from cgx_ops import Config
 from cgx_ops._core.codec import encoded_bytes
-from cgx_ops._core.table import Table
+from cgx_ops._core.text_table import Table
 from cgx_ops._core.units import time_text
 from cgx_ops.bench.measure import Summary, Timed, measure
 from cgx_ops.bench.peers import MpiRanks

@@ -32,7 +32,7 @@ from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from cgx_ops._core.table import Table
+from cgx_ops._core.text_table import Table
 from cgx_ops._core.units import parse_rate, rate_text, size_text, time_text
 
 RATES = ("1gbit", "10gbit")

@@ -14,7 +14,7 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import places
+import rank_layout
 import torch
 import torch.distributed as dist
 from mpi4py import MPI
@@ -22,7 +22,7 @@ from sharded_models import SETTINGS, Setting, sharded
 from small_tasks import Transformer
 from torch import nn
 
-from cgx_ops._core.table import Table
+from cgx_ops._core.text_table import Table
 from cgx_ops._core.units import parse_rate, time_text
 from cgx_ops.bench.report import Report
 
@@ -102,9 +102,9 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("cgx")
-    hosts = places.host_count()
+    hosts = rank_layout.host_count()
     found = [measure(each, hosts, options.link_rate, options.steps) for each in SETTINGS]
-    table = table_of(found, places.described(hosts, options.link_rate))
+    table = table_of(found, rank_layout.described(hosts, options.link_rate))
     if dist.get_rank() == 0:
         table.print()
         if options.json:

@@ -20,7 +20,7 @@ from mpi4py import MPI
 from sharded_models import SETTINGS, Setting, sharded
 from torch import nn
 
-from cgx_ops._core.table import Table
+from cgx_ops._core.text_table import Table
 from cgx_ops.bench.report import Report
 
 CONTEXT, WIDTH, LAYERS, BATCH = 48, 160, 5, 4

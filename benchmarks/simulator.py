@@ -33,7 +33,7 @@ from cost_model import EXACT, PEERS, Machine, Ranks
 from growth import MPI_ALLREDUCE, Cost
 from scipy.optimize import least_squares
 
-from cgx_ops._core.table import Table
+from cgx_ops._core.text_table import Table
 from cgx_ops._core.units import parse_rate, rate_text, size_text, time_text
 from cgx_ops.bench.measure import Alone, Summary, Timed, measure
 from cgx_ops.bench.report import Report

@@ -23,7 +23,7 @@ import hosts
 import plots
 from rich.console import Console
 
-from cgx_ops._core.table import Table
+from cgx_ops._core.text_table import Table
 from cgx_ops.bench.report import Report
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -11,12 +11,12 @@ from dataclasses import asdict, dataclass
 
 import ml_dtypes
 import numpy as np
-import places
+import rank_layout
 from mpi4py import MPI
 
 import cgx_ops
 from cgx_ops import Config
-from cgx_ops._core.table import Table
+from cgx_ops._core.text_table import Table
 from cgx_ops._core.units import parse_rate, parse_size, rate_text, size_text, time_text
 from cgx_ops.bench.measure import Summary, Timed, measure
 from cgx_ops.bench.peers import MpiRanks
@@ -119,7 +119,7 @@ def main() -> None:
     parser.add_argument("--json", metavar="FILE")
     options = parser.parse_args()
     found = measure_all(options.size, options.link_rate, options.budget)
-    hosts = places.host_count()
+    hosts = rank_layout.host_count()
     if MPI.COMM_WORLD.rank != 0:
         return
     title = f"variable lengths, {size_text(options.size)}, {hosts} hosts, "

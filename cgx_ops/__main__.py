@@ -13,7 +13,7 @@ from typing import Any
 from rich.table import Table
 
 from cgx_ops._core import binary, library
-from cgx_ops._core.table import console
+from cgx_ops._core.text_table import console
 from cgx_ops._core.versions import how_to_install, installed, versions
 from cgx_ops.bench import allreduce
 from cgx_ops.errors import CgxError

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from cgx_ops._core import library
-from cgx_ops._core.table import Table
+from cgx_ops._core.text_table import Table
 from cgx_ops._core.versions import versions
 
 

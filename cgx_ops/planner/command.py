@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from cgx_ops._core.log import described
 from cgx_ops._core.picture import new_figure
-from cgx_ops._core.table import Table
+from cgx_ops._core.text_table import Table
 from cgx_ops._core.units import parse_count, parse_rate, parse_seconds, rate_text, time_text
 from cgx_ops._core.verdicts import EXACT, NO_DIFFERENCE
 from cgx_ops.config import Config

@@ -27,7 +27,7 @@ from task import Batch, Task
 
 import cgx_ops
 import cgx_ops.torch
-from cgx_ops._core.table import Table, console
+from cgx_ops._core.text_table import Table, console
 from cgx_ops._core.units import time_text
 
 TURNS = 10

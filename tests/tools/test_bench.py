@@ -17,7 +17,7 @@ from support.launch import mpirun, python_path
 
 import cgx_ops
 from cgx_ops import Config
-from cgx_ops._core.table import Table, console
+from cgx_ops._core.text_table import Table, console
 from cgx_ops._core.units import parse_rate, parse_size, rate_text, size_text, time_text
 from cgx_ops.bench import allreduce, measure, report
 from cgx_ops.bench.measure import Alone, Summary, Timed

@@ -9,7 +9,7 @@ import plots
 import pytest
 import suite
 
-from cgx_ops._core.table import Table
+from cgx_ops._core.text_table import Table
 from cgx_ops._core.units import parse_rate
 from cgx_ops.bench import allreduce
 from cgx_ops.bench.report import Report

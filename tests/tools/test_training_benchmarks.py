@@ -21,7 +21,7 @@ from small_tasks import Task, digits
 from support import launch
 
 from cgx_ops import Communicator, Config
-from cgx_ops._core.table import Table
+from cgx_ops._core.text_table import Table
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 TINY = ("--layers", "2", "--compute-ms", "1", "--rounds", "2", "--budget", "1")

@@ -6,7 +6,6 @@ usual choice; `CommHookType` lists all hooks by name.
 
 from cgx_ops.torch.ddp.arrivals import Arrivals
 from cgx_ops.torch.ddp.deep_gradient.hook import DeepGradientState, deep_gradient_hook
-from cgx_ops.torch.ddp.groups import PlannedAllreduceState, planned_allreduce_hook
 from cgx_ops.torch.ddp.hook import (
     QuantizedAllreduceState,
     bf16_compress_wrapper,
@@ -14,6 +13,7 @@ from cgx_ops.torch.ddp.hook import (
 )
 from cgx_ops.torch.ddp.hook_types import CommHookType
 from cgx_ops.torch.ddp.plan import planned_buckets
+from cgx_ops.torch.ddp.planned_hook import PlannedAllreduceState, planned_allreduce_hook
 from cgx_ops.torch.ddp.power_sgd.hook import PowerSGDState, batched_power_sgd_hook, power_sgd_hook
 
 __all__ = [

@@ -24,9 +24,9 @@ from cgx_ops._core.tables import EXACT_BITS
 from cgx_ops.config import require_feedback
 from cgx_ops.errors import InvalidArgument
 from cgx_ops.torch.backend.groups import communicator_of
-from cgx_ops.torch.fsdp.base import Base, Change
 from cgx_ops.torch.fsdp.block import Block
 from cgx_ops.torch.fsdp.custom import Custom
+from cgx_ops.torch.fsdp.gathered_weights import Base, Change
 from cgx_ops.torch.fsdp.state import State
 
 _EXACT = Config(bits=EXACT_BITS)

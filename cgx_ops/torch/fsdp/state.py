@@ -13,9 +13,9 @@ from cgx_ops.planner import AdaptiveBits
 from cgx_ops.torch._compat import parallel
 from cgx_ops.torch.averaging.adaptation import Adaptation
 from cgx_ops.torch.averaging.loaded import require_layers
-from cgx_ops.torch.fsdp.base import Bases
 from cgx_ops.torch.fsdp.block import Block
 from cgx_ops.torch.fsdp.feedback import Feedback, Kept
+from cgx_ops.torch.fsdp.gathered_weights import Bases
 from cgx_ops.torch.fsdp.replicas import Replicas
 
 

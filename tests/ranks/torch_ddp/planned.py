@@ -20,7 +20,7 @@ import cgx_ops
 from cgx_ops import Config, MismatchError
 from cgx_ops.planner import Costs, Plan, tune
 from cgx_ops.torch import ddp
-from cgx_ops.torch.ddp import groups as ddp_groups
+from cgx_ops.torch.ddp import planned_hook
 
 from .common import (
     RANK,
@@ -203,8 +203,8 @@ def error_on_one_rank() -> None:
     """Check that a message that cannot start fails on all ranks; a local error stays local."""
     model, state = _model(THREE)
     _step(model, 0)
-    start = refused_start if RANK == SIZE - 1 else ddp_groups.start_apart
-    with mock.patch.object(ddp_groups, "start_apart", start):
+    start = refused_start if RANK == SIZE - 1 else planned_hook.start_apart
+    with mock.patch.object(planned_hook, "start_apart", start):
         fails(RuntimeError, "no thread", lambda: _step(model, 1))
     if RANK == 0:
         alone = RuntimeError("out of memory")
