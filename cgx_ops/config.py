@@ -167,7 +167,7 @@ class Config:
         return self.bits == EXACT_BITS or COMPRESSORS[self.compressor]["exact"]
 
     @property
-    def draws(self) -> bool:
+    def is_random(self) -> bool:
         """Whether a seed affects the result: rounding noise, or the indices of "randk"."""
         if self.bits == EXACT_BITS:
             return False
@@ -190,7 +190,7 @@ class Config:
         return self.rounding or COMPRESSORS[self.compressor]["roundings"][0]
 
     @property
-    def knobs(self) -> dict[str, Any]:
+    def fields(self) -> dict[str, Any]:
         """All fields and their values."""
         return dict(zip(ACCEPTED, _values(self), strict=True))
 

@@ -164,7 +164,7 @@ class Call:
         self.timeout = timeout
         own = [each.config or config for each in segments or ()]
         used = {self.config, *own}
-        self._draws = any(each.draws for each in used)
+        self._draws = any(each.is_random for each in used)
         sums = op in ("sum", "avg")  # the core refuses residuals of other operations
         self._loses_nothing = sums and all(each.is_exact for each in used)
         # By segment: whether its seed selects indices ("randk"), equal on all ranks, or noise.

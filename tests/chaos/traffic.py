@@ -369,7 +369,7 @@ def expected(
 ) -> list[str]:
     """Return the digest of the oracle's result, by rank. members: see messages.Outcome."""
     # otherwise the noise does not depend on the members
-    draws = collective_cases.config_of(case).draws
+    draws = collective_cases.config_of(case).is_random
     return collective_cases.expected(case, size, hosts, members if draws else None)
 
 

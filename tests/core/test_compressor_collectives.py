@@ -103,7 +103,7 @@ def test_randk_sums_the_values_at_its_indices() -> None:
     def run(rank: int, comm: Communicator) -> list[Any]:
         return [
             comm.allreduce(
-                normal(rank, numel), config=Config(**{**config.knobs, "algorithm": route}), seed=5
+                normal(rank, numel), config=Config(**{**config.fields, "algorithm": route}), seed=5
             )
             for route in ROUTES
         ]

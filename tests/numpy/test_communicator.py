@@ -229,7 +229,7 @@ def test_repeated_calls_give_the_same_results(config: Config, name: str) -> None
 
     found, expected = (threads(2, function, name="repeats") for function in (repeated, first))
     assert found == expected
-    assert len(set(found[0])) == (4 if config.draws else 1)
+    assert len(set(found[0])) == (4 if config.is_random else 1)
 
 
 def test_repeated_calls_raise_the_same_errors() -> None:

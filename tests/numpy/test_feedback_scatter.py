@@ -24,7 +24,7 @@ def values(rank: int, step: int, size: int, dtype: Any = np.float32) -> npt.NDAr
 
 
 def name_of(config: Config) -> str:
-    return "-".join(str(v) for k, v in config.knobs.items() if v != getattr(Config(), k))
+    return "-".join(str(v) for k, v in config.fields.items() if v != getattr(Config(), k))
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])

@@ -106,7 +106,7 @@ def of_jax(comm: Communicator, op: Op, config: Config) -> Reduce:
 
     @jax.jit
     def call(x: jax.Array, residual: jax.Array, key: jax.Array) -> Any:
-        given = key if config.draws else None
+        given = key if config.is_random else None
         return allreduce_q(x, comm, op=op, key=given, residual=residual, config=config)
 
     def reduce(x: Values, residual: Values, seed: int) -> tuple[Values, Values]:

@@ -22,7 +22,7 @@ feedback_list: Any = torch.ops.cgx.quantized_allreduce_coalesced_with_feedback
 
 
 SRA = str(Config(algorithm="sra"))
-FIELDS = tuple(Config().knobs)
+FIELDS = tuple(Config().fields)
 
 
 def keywords(**given: Any) -> dict[str, Any]:

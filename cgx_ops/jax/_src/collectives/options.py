@@ -178,7 +178,7 @@ def _rounded(config: Config, has_key: bool) -> Config:
         served = COMPRESSORS[config.compressor]["roundings"]
         wanted = "stochastic" if has_key else "nearest"
         config = replace(config, rounding=wanted if wanted in served else served[0])
-    if config.draws and not has_key:
+    if config.is_random and not has_key:
         if is_randk(config):
             what = "compressor='randk' draws which values are sent"
             remedy = "key=jax.random.key(step), equal on all devices"

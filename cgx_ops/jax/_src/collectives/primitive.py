@@ -289,7 +289,7 @@ def _batch(
             examples.append(None)
             continue
         before = 0
-        if axes_of[1][i] is None and settings.configs[i].draws:
+        if axes_of[1][i] is None and settings.configs[i].is_random:
             seeds = example_seeds(operands[1][i], size, axis_data.spmd_name)
             operands[1][i], axes_of[1][i] = seeds, 0
         for kind, dims_of_kind, axis in zip(operands, axes_of, (at, 0, at), strict=True):
