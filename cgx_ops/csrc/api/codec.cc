@@ -7,7 +7,7 @@
 
 #include "api/api.h"
 #include "base/checks.h"
-#include "compressor/around.h"
+#include "compressor/wrappers.h"
 #include "config.h"
 #include "config_codec.h"
 #include "device/codec.h"

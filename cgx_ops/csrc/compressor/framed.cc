@@ -4,7 +4,7 @@
 #include <utility>
 
 #include "base/status.h"
-#include "compressor/around.h"
+#include "compressor/wrappers.h"
 
 namespace cgx {
 namespace {

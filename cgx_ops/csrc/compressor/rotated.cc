@@ -5,8 +5,8 @@
 #include <algorithm>
 #include <utility>
 
-#include "compressor/around.h"
 #include "compressor/blocks.h"
+#include "compressor/wrappers.h"
 #include "kernel/kernels.h"
 
 namespace cgx {

@@ -5,13 +5,13 @@
 #include <utility>
 
 #include "base/status.h"
-#include "compressor/around.h"
 #include "compressor/bucketed.h"
 #include "compressor/codec.h"
 #include "compressor/entropy.h"
 #include "compressor/lossless.h"
 #include "compressor/plain.h"
 #include "compressor/sparse.h"
+#include "compressor/wrappers.h"
 
 namespace cgx {
 namespace {

@@ -1,7 +1,7 @@
 // A message contains the full buckets, encoded by `inner`, then the remaining values, uncompressed.
 #include <utility>
 
-#include "compressor/around.h"
+#include "compressor/wrappers.h"
 
 namespace cgx {
 namespace {
