@@ -208,7 +208,7 @@ def test_wheel_works_without_the_source_tree(tmp_path: Path) -> None:
         "csrc/include/cgx/cgx.h",
         "csrc/include/cgx/config.h",
         "csrc/include/cgx/status.h",
-        "csrc/include/cgx/face.h",
+        "csrc/include/cgx/cpp.h",
         "torch/__init__.py",
         "jax/__init__.py",
         "bench/allreduce.py",

@@ -7,7 +7,7 @@
  *   5. an allreduce whose messages the caller sends (torch's or XLA's own collectives)
  *   6. arithmetic on one rank: exact sums; encoding and decoding, for tests and tools
  *
- * C++ callers also get face.h: exceptions and helpers.
+ * C++ callers also get cpp.h: exceptions and helpers.
  *
  * Errors: functions return a cgx_status_t and never throw. cgx_last_error() has the text of the
  * calling thread's last failure. Output arguments are unspecified after a failure, unless stated
@@ -744,6 +744,6 @@ CGX_API cgx_status_t cgx_sum_encoded(const cgx_codec_t* codec, const void* messa
 #ifdef __cplusplus
 } /* extern "C" */
 
-#include "cgx/face.h"
+#include "cgx/cpp.h"
 #endif /* __cplusplus */
 #endif /* CGX_CGX_H_ */

@@ -1,7 +1,7 @@
 /* C++ helpers for callers of cgx.h. They are inline, so exceptions are thrown and caught in the
  * caller's module. */
-#ifndef CGX_FACE_H_
-#define CGX_FACE_H_
+#ifndef CGX_CPP_H_
+#define CGX_CPP_H_
 
 #include <stdexcept>
 #include <string>
@@ -41,4 +41,4 @@ T make() {
 }
 
 }  // namespace cgx
-#endif /* CGX_FACE_H_ */
+#endif /* CGX_CPP_H_ */
