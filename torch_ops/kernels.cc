@@ -165,7 +165,7 @@ void check_seed(const at::Tensor& x, const Seed& seed, const Options& options) {
     C10_THROW_ERROR(ValueError,
                     c10::str("cgx::quantized_all_reduce: this config needs a seed, an int64 tensor "
                              "without dimensions: torch.ops.cgx.draw_seed(torch.empty(0)), or "
-                             "torch.ops.cgx.draw_places for randk"));
+                             "torch.ops.cgx.draw_indices for randk"));
   }
   if (!seed->is_cpu() && seed->device() != x.device()) {
     C10_THROW_ERROR(ValueError, c10::str("cgx::quantized_all_reduce: seed is on ", seed->device(),
@@ -219,8 +219,8 @@ at::Tensor draw_seed_meta(const at::Tensor& distinct) {
   return at::empty({}, distinct.options().dtype(at::kLong));
 }
 
-at::Tensor draw_places_cpu(const at::Tensor& /*distinct*/, std::string_view group_name,
-                           std::string_view name) {
+at::Tensor draw_indices_cpu(const at::Tensor& /*distinct*/, std::string_view group_name,
+                            std::string_view name) {
   static std::mutex mutex;
   static auto* counts = new std::map<std::pair<std::string, std::string>, int64_t>;
   const std::lock_guard<std::mutex> lock(mutex);
@@ -230,8 +230,8 @@ at::Tensor draw_places_cpu(const at::Tensor& /*distinct*/, std::string_view grou
                            at::TensorOptions().dtype(at::kLong).device(at::kCPU));
 }
 
-at::Tensor draw_places_meta(const at::Tensor& distinct, std::string_view /*group_name*/,
-                            std::string_view /*name*/) {
+at::Tensor draw_indices_meta(const at::Tensor& distinct, std::string_view /*group_name*/,
+                             std::string_view /*name*/) {
   return draw_seed_meta(distinct);
 }
 

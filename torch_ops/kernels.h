@@ -92,12 +92,13 @@ at::Tensor draw_seed_cpu(const at::Tensor& distinct);
 at::Tensor draw_seed_cuda(const at::Tensor& distinct);
 at::Tensor draw_seed_meta(const at::Tensor& distinct);
 
-// cgx::draw_places: a seed that is equal on all ranks, whatever their generators are. It is derived
-// from the number of calls with this name on this group, which is equal on all ranks.
-at::Tensor draw_places_cpu(const at::Tensor& distinct, std::string_view group_name,
-                           std::string_view name);
-at::Tensor draw_places_meta(const at::Tensor& distinct, std::string_view group_name,
+// cgx::draw_indices: a seed for randk's indices that is equal on all ranks, whatever their
+// generators are. It is derived from the number of calls with this name on this group, which is
+// equal on all ranks.
+at::Tensor draw_indices_cpu(const at::Tensor& distinct, std::string_view group_name,
                             std::string_view name);
+at::Tensor draw_indices_meta(const at::Tensor& distinct, std::string_view group_name,
+                             std::string_view name);
 
 // cgx::quantized_all_reduce: returns the result as a new tensor. Blocks as run() does. These
 // functions serve the CPU and CUDA.

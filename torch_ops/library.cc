@@ -74,7 +74,7 @@ TORCH_LIBRARY(cgx, m) {
   const std::vector<at::Tag> draws = {at::Tag::pt2_compliant_tag, at::Tag::nondeterministic_seeded,
                                       at::Tag::flexible_layout};
   define("draw_seed(Tensor distinct) -> Tensor", draws);
-  define("draw_places(Tensor distinct, str group_name, str name) -> Tensor", draws);
+  define("draw_indices(Tensor distinct, str group_name, str name) -> Tensor", draws);
   define("quantized_all_reduce" CGX_ALL_REDUCE_SCHEMA);
   define("quantized_all_reduce_start" CGX_ALL_REDUCE_SCHEMA);
   define("quantized_all_reduce_start.borrow" CGX_ALL_REDUCE_SCHEMA);
@@ -145,7 +145,7 @@ static void impl_collectives(torch::Library& m) {
 TORCH_LIBRARY_IMPL(cgx, CPU, m) {
   impl_collectives(m);
   m.impl("draw_seed", draw_seed_cpu);
-  m.impl("draw_places", draw_places_cpu);
+  m.impl("draw_indices", draw_indices_cpu);
 }
 
 TORCH_LIBRARY_IMPL(cgx, CUDA, m) {
@@ -155,7 +155,7 @@ TORCH_LIBRARY_IMPL(cgx, CUDA, m) {
 
 TORCH_LIBRARY_IMPL(cgx, Meta, m) {
   m.impl("draw_seed", draw_seed_meta);
-  m.impl("draw_places", draw_places_meta);
+  m.impl("draw_indices", draw_indices_meta);
   m.impl("quantized_all_reduce", all_reduce_meta);
   m.impl("quantized_all_reduce_start", all_reduce_meta);
   m.impl("quantized_all_reduce_start.borrow", all_reduce_meta);

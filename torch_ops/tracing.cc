@@ -56,13 +56,13 @@ bool notice_trace(at::TensorList xs, at::TensorList residuals) {
 // from a count of calls.
 Seed draw_if_needed(const Options& options, at::TensorList xs, at::TensorList residuals) {
   static const auto seed = find_operator<decltype(draw_seed_cpu)>("cgx::draw_seed");
-  static const auto places = find_operator<decltype(draw_places_cpu)>("cgx::draw_places");
+  static const auto indices = find_operator<decltype(draw_indices_cpu)>("cgx::draw_indices");
   const auto empty_on = [](at::Device device) {
     return at::empty({0}, at::TensorOptions(at::kFloat).device(device));
   };
   if (!options.needs_seed()) return std::nullopt;
   if (options.seed_use == CGX_SEED_OF_PLACES)
-    return places.call(empty_on(at::kCPU), options.group_name, options.name);
+    return indices.call(empty_on(at::kCPU), options.group_name, options.name);
   const bool traced = is_traced(xs, residuals);
   const at::Device device = xs[0].device();
   const bool on_gpu = device.is_cuda() && (traced || capturing(device));

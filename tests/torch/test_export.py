@@ -81,7 +81,7 @@ def calls(name: str) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
         "quantized_allreduce_with_feedback": pairs,
         "quantized_allreduce_coalesced_with_feedback": [((xs, ys), nearest), (([], []), {})],
         "draw_seed": [((torch.empty(0),), {})],
-        "draw_places": [((torch.empty(0), "", "checked"), {})],
+        "draw_indices": [((torch.empty(0), "", "checked"), {})],
         "quantized_all_reduce": start,
         "quantized_all_reduce_start": start,
         "quantized_all_reduce_start.borrow": start,
