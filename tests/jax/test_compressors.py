@@ -210,7 +210,11 @@ def test_gradients() -> None:
     def loss(w: jax.Array, row: jax.Array) -> jax.Array:
         return (w * row).sum()
 
-    knobs: dict[str, Any] = {"key": KEY, "config": Config(**CASES["topk"]), "rules": None}
+    knobs: dict[str, Any] = {
+        "key": KEY,
+        "config": Config(**CASES["topk"]),
+        "rules": Rules(exact_vectors=False),
+    }
     around = run(lambda row: value_and_grad(loss, "d", **knobs)(jnp.asarray(weights), row)[1], X)
     want = numpy_result("allreduce", X, config_of("topk"), op="avg")
     assert all(map(same_bits, around, want))

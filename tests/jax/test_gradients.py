@@ -49,12 +49,14 @@ def linear(weights: jax.Array, row: jax.Array) -> jax.Array:
 
 
 def compressed(weights: Any, **knobs: Any) -> Any:
-    options: dict[str, Any] = {"config": SRA, "rules": None, **knobs}
+    options: dict[str, Any] = {"config": SRA, "rules": Rules(exact_vectors=False), **knobs}
     return compress_grads(weights, "d", **options)
 
 
 def averaged(loss: Callable[..., Any], *args: Any, **knobs: Any) -> Callable[..., Any]:
-    return value_and_grad(loss, "d", *args, **{"config": SRA, "rules": None, **knobs})
+    return value_and_grad(
+        loss, "d", *args, **{"config": SRA, "rules": Rules(exact_vectors=False), **knobs}
+    )
 
 
 def varying(tree: Any) -> Any:

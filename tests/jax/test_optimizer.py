@@ -78,7 +78,16 @@ def oracle(
 
 def average(**knobs: Any) -> Any:
     return average_gradients(
-        "d", **with_config(**{"bits": 2, "algorithm": "sra", "mesh": MESH, "rules": None, **knobs})
+        "d",
+        **with_config(
+            **{
+                "bits": 2,
+                "algorithm": "sra",
+                "mesh": MESH,
+                "rules": Rules(exact_vectors=False),
+                **knobs,
+            }
+        ),
     )
 
 

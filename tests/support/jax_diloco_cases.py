@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import optax
 
+from cgx_ops import Rules
 from cgx_ops.jax import DiLoCo
 from support.jax_cases import Values, normal, same_bits, spread, with_config
 
@@ -33,7 +34,7 @@ SPARSE: dict[str, Any] = {
 
 def loop_options(options: dict[str, Any], **more: Any) -> dict[str, Any]:
     """Return the arguments of diloco(), which compresses all leaves."""
-    return with_config(**{"rules": None, **options, **more})
+    return with_config(**{"rules": Rules(exact_vectors=False), **options, **more})
 
 
 def weights(dtype: Any = np.float32) -> Any:
