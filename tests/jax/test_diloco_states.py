@@ -65,7 +65,7 @@ def test_resume_on_other_device_count() -> None:
             assert b.shape[0] == 3
             assert np.allclose(fetch(a).mean(0, np.float64), fetch(b)[1], atol=1e-6)
     assert int(after.flight.fragment) == 2
-    assert jax.tree.leaves(after.flight.lost)[0].shape[0] == 3
+    assert jax.tree.leaves(after.flight.residual)[0].shape[0] == 3
     assert consolidate_copies(np.arange(4), 2).tolist() == [0, 0]
     fewer = mesh_with(3)
     other = diloco("d", mesh=fewer, **loop_options(STREAMING))

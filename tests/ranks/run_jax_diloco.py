@@ -73,7 +73,7 @@ def steps_overlap_with_sending() -> None:
                 time.sleep(0.001)
         if step == 8 and RANK == 0:
             jax.block_until_ready(params)
-            flight = jax.tree.leaves((state.flight.average, state.flight.lost))
+            flight = jax.tree.leaves((state.flight.average, state.flight.residual))
             assert not any(x.is_ready() for x in flight)
             ran.touch()
         params, state = loop.outer(params, state)
@@ -211,7 +211,7 @@ def restores_checkpoint() -> None:
 
 
 def residuals_of(params: Any, state: Any) -> Any:
-    return params, state.residual, state.flight.lost
+    return params, state.residual, state.flight.residual
 
 
 def lost_process() -> None:

@@ -71,7 +71,7 @@ def check_state(
     # A leaf that became exact has no residual in a new state, but still sends its old one.
     old = {
         f"{field}{place}": shape
-        for field in (".residual", ".flight.lost")
+        for field in (".residual", ".flight.residual")
         for place, shape in shapes_of(values).items()
     }
     for place in {**new, **found}:

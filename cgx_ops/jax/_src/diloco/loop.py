@@ -207,7 +207,7 @@ class DiLoCo:
         self._require_same({}, {}, state)
         flight = state.flight
         if flight is not None:  # a failed array makes all that is computed from it fail
-            average, lost = jax.tree.map(_zeros_like, (flight.average, flight.lost))
+            average, lost = jax.tree.map(_zeros_like, (flight.average, flight.residual))
             flight = Flight(self._number(-1), average, lost)
         return state._replace(step=self._number(_int(state.step) + 1), flight=flight)
 
@@ -288,13 +288,13 @@ class DiLoCo:
             flight = state.flight
             assert flight is not None
             flight = Flight(
-                self._number(sent), merged(flight.average, average), merged(flight.lost, lost)
+                self._number(sent), merged(flight.average, average), merged(flight.residual, lost)
             )
             return params, state._replace(flight=flight)
         if applied is not None and state.flight is not None:
             average, lost = (
                 self._part(state, tree, applied)
-                for tree in (state.flight.average, state.flight.lost)
+                for tree in (state.flight.average, state.flight.residual)
             )
             none = state.flight._replace(fragment=self._number(-1))
             return self._apply(applied, params, state._replace(flight=none), average, lost)

@@ -18,7 +18,7 @@ from cgx_ops.jax._src.transforms.base import is_none, mean_over, per_device, spe
 # ---- 1. the state --------------------------------------------------------------------------------
 
 
-@per_device("lost")
+@per_device("residual")
 class Flight(NamedTuple):
     """A fragment that an outer loop has sent and not applied yet.
 
@@ -26,7 +26,7 @@ class Flight(NamedTuple):
         fragment: The index of the fragment, an int32 scalar. -1: there is none, and the other
             fields are ignored.
         average: The average, a tree like the outer parameters, equal on all devices.
-        lost: The quantization error, a tree like the residuals. It becomes the residual.
+        residual: The quantization errors of the average. They become `DiLoCoState.residual`.
 
     Example:
         >>> import jax
@@ -39,7 +39,7 @@ class Flight(NamedTuple):
 
     fragment: jax.Array
     average: Any
-    lost: Any
+    residual: Any
 
 
 @per_device("residual")

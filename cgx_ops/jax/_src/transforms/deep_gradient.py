@@ -216,30 +216,30 @@ def deep_gradient(
         exact = {n: g for n, g in gradients.items() if leaves[n].v is None}
         means, _ = reduced(exact, None, groups.axes, "exact")
 
-        us, owed = {}, {}
+        us, unsent = {}, {}
         for n, leaf in leaves.items():
             g, us[n] = _corrected(method, means.get(n, gradients[n]), leaf.u)
             if leaf.v is None:
                 means[n] = g
             else:
-                owed[n] = leaf.v + g
+                unsent[n] = leaf.v + g
 
         def sent(step: int) -> Any:
             """Return the averages and the new residuals, at the density of a step."""
             own = {}
-            for n, c in owed.items():
+            for n, c in unsent.items():
                 knobs = sparse_knobs(method, leaves[n].own, c.size, step, gpu=on_gpu)
                 own[n] = replace(leaves[n].own, algorithm="one_shot", **knobs)
-            whole = {n for n in owed if own[n].density >= 1}
+            whole = {n for n in unsent if own[n].density >= 1}
             own |= {n: own[n].with_own(bits=EXACT_BITS) for n in whole}
-            zeros = {n: None if n in whole else jnp.zeros_like(c) for n, c in owed.items()}
+            zeros = {n: None if n in whole else jnp.zeros_like(c) for n, c in unsent.items()}
             # Few values are sent even of a large tree, so it is one message.
-            got, lost = reduced(owed, zeros, groups.axes, "sparse", own, parts=False)
-            return got, {n: jnp.zeros_like(c) if n in whole else lost[n] for n, c in owed.items()}
+            got, lost = reduced(unsent, zeros, groups.axes, "sparse", own, parts=False)
+            return got, {n: jnp.zeros_like(c) if n in whole else lost[n] for n, c in unsent.items()}
 
         got, lost = _at_its_stage(method, state.step, sent)
         means |= got
-        for n, c in owed.items():
+        for n, c in unsent.items():
             whole = groups.size == 1 or (leaves[n].own.density or density) >= 1
             if us[n] is not None and not whole:
                 us[n] = jnp.where(lost[n] != c, 0.0, us[n])
