@@ -86,7 +86,7 @@ class _Module:
 # ---- 2. residuals --------------------------------------------------------------------------------
 
 
-class Kept:
+class ModuleResiduals:
     """The residuals of a model's modules on this rank, and the number of their uses.
 
     A module's residual is stored under the module's name, in the layout of its last reduce-scatter.
@@ -96,7 +96,7 @@ class Kept:
 
     def __init__(self, feedback: Feedback) -> None:
         self.feedback = feedback
-        self.residuals = Residuals()
+        self.by_name = Residuals()
         self.counts: dict[str, int] = {}
         self._modules: dict[str, _Module] = {}
 
@@ -112,14 +112,14 @@ class Kept:
             ranks: number of ranks.
             parameters: those of the module that have residuals.
         """
-        self.residuals.claim(dist.get_rank(), dist.get_world_size())
+        self.by_name.claim(dist.get_rank(), dist.get_world_size())
         module = _Module(ranks, values.numel(), parameters)
         if self._modules.get(name) != module:  # parameters were frozen or unfrozen
             self._cut(name)
         self._modules[name] = module
         self._lay_out(name, values)
         if self.feedback.bits == 32:
-            residual = self.residuals.of(name, values)
+            residual = self.by_name.of(name, values)
             return residual if self.feedback.average == 0 else residual.clone()
         decoded = self._decoded(name, values.numel())
         return decoded.to(device=values.device, dtype=values.dtype)
@@ -129,7 +129,7 @@ class Kept:
         """Store the residual from take() after a reduce-scatter has updated it."""
         feedback, share = self.feedback, self.feedback.average
         count = self.counts[name] = self.counts.get(name, 0) + 1
-        known = self.residuals.tensors
+        known = self.by_name.tensors
         if feedback.bits == 32:
             if share:
                 known[name].mul_(share).add_(lost, alpha=1 - share)
@@ -140,7 +140,7 @@ class Kept:
             del known[name]
 
     def _decoded(self, name: str, numel: int) -> torch.Tensor:
-        encoded = self.residuals.tensors.get(name)
+        encoded = self.by_name.tensors.get(name)
         if encoded is None:
             return torch.zeros(numel, dtype=torch.float32, device="cpu")
         return torch.from_numpy(
@@ -149,7 +149,7 @@ class Kept:
 
     def _lay_out(self, name: str, values: torch.Tensor) -> None:
         """Merge consolidated residuals of parameters into their module's residual."""
-        known = self.residuals.tensors
+        known = self.by_name.tensors
         module = self._modules[name]
         whole = [p for p in module.parameters if p.name in known]
         if not whole:
@@ -168,7 +168,7 @@ class Kept:
 
     def _cut(self, name: str) -> None:
         """Split a module's residual, if it has one, into those of its parameters."""
-        known = self.residuals.tensors
+        known = self.by_name.tensors
         if name not in known:
             return
         module, quantized = self._modules[name], self.feedback.bits == 8
@@ -186,12 +186,12 @@ class Kept:
         """
         for name in self._modules:
             self._cut(name)
-        self.residuals.consolidate(group_or_default(None))
+        self.by_name.consolidate(group_or_default(None))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint; residuals are under a key of this rank."""
         place = dist.get_rank(), dist.get_world_size()
-        saved = self.residuals.saved(*place, per_rank=True)
+        saved = self.by_name.saved(*place, per_rank=True)
         # Lists: torch.distributed.checkpoint would require the current keys of these dicts.
         counts, modules = list(self.counts.items()), list(self._modules.items())
         return {
@@ -216,7 +216,7 @@ class Kept:
                 f"the checkpoint has {state_dict['feedback']}, but fsdp.compress() was called with "
                 f"{self.feedback}: use the same feedback"
             )
-        self.residuals = Residuals.restored(state_dict["residuals"])
+        self.by_name = Residuals.restored(state_dict["residuals"])
         self.counts = dict(state_dict["counts"])
         self._modules = dict(state_dict["modules"])
         for name, module in list(self._modules.items()):
@@ -226,4 +226,4 @@ class Kept:
                 self.counts.pop(name, None)
 
 
-torch.serialization.add_safe_globals([Feedback, Kept, _Module, Parameter])
+torch.serialization.add_safe_globals([Feedback, ModuleResiduals, _Module, Parameter])

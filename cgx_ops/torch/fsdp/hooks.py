@@ -287,13 +287,13 @@ class _ReduceScatter(Custom):
             found = [Layer(p.name, len(p.shape), p.numel * group.size()) for p in parameters]
             segments = adaptation.segments(found, given)
         used = [segment.config or self._config for segment in segments]
-        kept, residual, residuals = self._state.kept, None, None
+        stored, residual, residuals = self._state.residuals, None, None
         keeps = [each.keeps_residuals for each in used]
         # If gradients are missing, a residual cannot be assigned to parameters, so skip it.
-        if kept is not None and any(keeps) and complete:
+        if stored is not None and any(keeps) and complete:
             own = [p for p, keep in zip(self._block.parameters(), keeps, strict=True) if keep]
             with or_refuse(comm, name):
-                residual = kept.take(self._block.name, input_tensor, group.size(), own)
+                residual = stored.take(self._block.name, input_tensor, group.size(), own)
             for segment, each in zip(segments, used, strict=True):
                 if each.residual_decay != 1:
                     for row in rows_of(residual, segment, group.size()):
@@ -327,8 +327,8 @@ class _ReduceScatter(Custom):
             residuals=residuals,
         )
         work.wait()  # FSDP uses the output immediately, on a GPU on the current stream
-        if kept is not None and residual is not None:
-            kept.put(self._block.name, residual)
+        if stored is not None and residual is not None:
+            stored.put(self._block.name, residual)
         if kind == "PREMUL_SUM":
             output_tensor.mul_(op.__getstate__()[1])
         return None

@@ -14,7 +14,7 @@ from cgx_ops.torch._compat import parallel
 from cgx_ops.torch.averaging.adaptation import Adaptation
 from cgx_ops.torch.averaging.loaded import require_layers
 from cgx_ops.torch.fsdp.block import Block
-from cgx_ops.torch.fsdp.feedback import Feedback, Kept
+from cgx_ops.torch.fsdp.feedback import Feedback, ModuleResiduals
 from cgx_ops.torch.fsdp.gathered_weights import Bases
 from cgx_ops.torch.fsdp.replicas import Replicas
 
@@ -63,7 +63,7 @@ class State:
         seed: int = 0,
     ) -> None:
         self.seed = seed
-        self.kept = None if feedback is None else Kept(feedback)
+        self.residuals = None if feedback is None else ModuleResiduals(feedback)
         self.adaptive = adaptive
         self.bases = Bases()
         self.replicas: Replicas | None = None
@@ -96,8 +96,8 @@ class State:
         """
         saved: dict[str, Any] = {"seed": self.seed, "draws": self._draws}
         saved |= {"reductions": self.reductions, "used": int(self._used)}
-        if self.kept is not None:
-            saved["kept"] = self.kept.state_dict()
+        if self.residuals is not None:
+            saved["residuals"] = self.residuals.state_dict()
         if self.adaptive is not None:
             if self._adaptation is not None:
                 self._adaptation.settle()
@@ -123,7 +123,7 @@ class State:
                 or belong to layers that the model does not have, or if entries are missing.
         """
         for key, what, has in (
-            ("kept", "error feedback", self.kept is not None),
+            ("residuals", "error feedback", self.residuals is not None),
             ("adaptive", "adaptive bits", self.adaptive is not None),
             ("bases", "differences of weights", bool(self.bases)),
             ("replicas", "replicas", self.replicas is not None),
@@ -138,12 +138,12 @@ class State:
                 f"fsdp.State.load_state_dict: the state lacks {sorted(lacking)}: pass what "
                 "state_dict() of this version of cgx_ops returned"
             )
-        kept, adaptive = None, copy.deepcopy(state_dict.get("adaptive"))
+        residuals, adaptive = None, copy.deepcopy(state_dict.get("adaptive"))
         by_layer: list[dict[str, Any]] = []
-        if self.kept is not None:
-            kept = Kept(self.kept.feedback)
-            kept.load_state_dict(state_dict["kept"], self.modules)
-            by_layer.append(kept.residuals.tensors)
+        if self.residuals is not None:
+            residuals = ModuleResiduals(self.residuals.feedback)
+            residuals.load_state_dict(state_dict["residuals"], self.modules)
+            by_layer.append(residuals.by_name.tensors)
         if adaptive is not None:
             by_layer.append(dict.fromkeys(adaptive.names))
         names = {*self.modules, *self.parameters}
@@ -152,7 +152,7 @@ class State:
         if self.replicas is not None:
             self.replicas.load_for(state_dict["replicas"], self.parameters, strict=strict)
         self.bases.load(parts)
-        self.kept = kept
+        self.residuals = residuals
         if adaptive is not None:
             adaptive.keep(names)
             self.adaptive, self._adaptation = adaptive, None
@@ -190,8 +190,8 @@ class State:
                 "consolidate: modules are sharded and replicated over some of the ranks only, so "
                 "residuals of different parameters would be mixed: save each rank's own"
             )
-        if self.kept is not None:
-            self.kept.consolidate()
+        if self.residuals is not None:
+            self.residuals.consolidate()
         if self.replicas is not None:
             self.replicas.consolidate()
 

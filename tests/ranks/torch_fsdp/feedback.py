@@ -106,9 +106,9 @@ def feedback_matches_reduce_scatter() -> None:
             assert messages[0][1].any()
             for (_, after), (before, _) in itertools.pairwise(messages):
                 assert tc.same_bits(after, before)
-        assert state.kept is not None
+        assert state.residuals is not None
     for config in (Config(bits=2), replace(LEVELS, error_feedback=False), EXACT):
-        assert fsdp.compress(sharded(Model()), config).kept is None
+        assert fsdp.compress(sharded(Model()), config).residuals is None
 
 
 def averaged_in_eight_bits() -> None:
@@ -126,8 +126,8 @@ def averaged_in_eight_bits() -> None:
             known = torch.from_numpy(codec.dequantize(encoded, new.numel(), config=KEPT))
             if (step + 1) % 3 == 0:
                 known = torch.zeros_like(known)
-    assert state.kept is not None
-    kept = state.kept.residuals.tensors
+    assert state.residuals is not None
+    kept = state.residuals.by_name.tensors
     assert kept and all(each.dtype == torch.uint8 for each in kept.values())
     loco = fsdp.LOCO
     assert (loco.bits, loco.average, loco.reset) == (8, 0.8, 1024)
@@ -156,7 +156,7 @@ def resumes(made: Callable[[], tuple[Any, fsdp.State]]) -> None:
             train(model, range(3, 6))
             got = weights(model)
             same = all(tc.same_bits(got[name], want[name]) for name in want)
-            assert same == (form != "nothing"), (form, state.kept, state.replicas)
+            assert same == (form != "nothing"), (form, state.residuals, state.replicas)
 
 
 def resumed_feedback_is_bitwise_equal() -> None:
@@ -195,13 +195,13 @@ def consolidated_residuals_fit_any_number_of_shards() -> None:
         model = sharded(Model())
         state = fsdp.compress(model, LEVELS, feedback=feedback)
         train(model, range(3))
-        assert state.kept is not None
-        before = {name: r.clone() for name, r in state.kept.residuals.tensors.items()}
+        assert state.residuals is not None
+        before = {name: r.clone() for name, r in state.residuals.by_name.tensors.items()}
         everyones: list[Any] = [None] * ranks
         dist.all_gather_object(everyones, before)
         state.consolidate()
-        assert state.kept.residuals.consolidated
-        means = state.kept.residuals.tensors
+        assert state.residuals.by_name.consolidated
+        means = state.residuals.by_name.tensors
         shapes = {name: p.shape for name, p in model.named_parameters() if p.dim() > 1}
         assert means.keys() == shapes.keys()
         whole = {name: mean.view(shapes[name]) for name, mean in means.items()}
@@ -267,7 +267,7 @@ def residuals_stay_with_their_parameters() -> None:
 
         model: Any = fully_shard(Two())
         state = fsdp.compress(model, LEVELS, feedback=feedback)
-        assert state.kept is not None
+        assert state.residuals is not None
         found = {}
         with checked() as seen:
             for step, trained in enumerate(["a", "b", "ab"]):
@@ -276,14 +276,14 @@ def residuals_stay_with_their_parameters() -> None:
                 if step == 2:  # continue in a new model, as after a restart
                     saved = state.state_dict()
                     state = fsdp.compress(model, LEVELS, feedback=feedback)
-                    assert state.kept is not None
+                    assert state.residuals is not None
                     state.load_state_dict(saved)
                 x = tc.values(dist.get_rank(), 8 * 24, torch.float32, step).view(8, 24)
                 model(x).square().sum().backward()
                 if step < 2:
-                    found[trained] = decoded(state.kept.residuals.tensors[""])
+                    found[trained] = decoded(state.residuals.by_name.tensors[""])
                 if step == 1:
-                    assert tc.same_bits(state.kept.residuals.tensors["a.weight"], found["a"])
+                    assert tc.same_bits(state.residuals.by_name.tensors["a.weight"], found["a"])
         (first, _), (second, _), (third, _) = seen[key]
         assert not first.any() and not second.any()
         assert found["a"].any() and found["b"].any()
@@ -305,9 +305,9 @@ def residuals_fit_other_wrapping() -> None:
             state = fsdp.compress(model := one(), LEVELS, feedback=feedback)
             train(model, range(3))
             saved, whole = state.state_dict(), {}
-            assert state.kept is not None
-            for name, module in saved["kept"]["modules"]:
-                flat = state.kept.residuals.tensors[name]
+            assert state.residuals is not None
+            for name, module in saved["residuals"]["modules"]:
+                flat = state.residuals.by_name.tensors[name]
                 if feedback.bits == 8:
                     decoded = codec.dequantize(flat.numpy().tobytes(), module.numel, config=KEPT)
                     flat = torch.from_numpy(decoded)
@@ -326,8 +326,8 @@ def residuals_fit_other_wrapping() -> None:
                     want = torch.from_numpy(decoded)
                 assert tc.same_bits(first, want), (name, feedback)
                 assert second.any()
-            assert state.kept is not None
-            assert state.kept.residuals.tensors.keys() == state.modules.keys()
+            assert state.residuals is not None
+            assert state.residuals.by_name.tensors.keys() == state.modules.keys()
 
 
 def loaded_state_can_be_consolidated() -> None:
@@ -339,8 +339,8 @@ def loaded_state_can_be_consolidated() -> None:
         again.load_state_dict(state.state_dict())
         state.consolidate()
         again.consolidate()
-        assert state.kept is not None and again.kept is not None
-        want, got = state.kept.residuals.tensors, again.kept.residuals.tensors
+        assert state.residuals is not None and again.residuals is not None
+        want, got = state.residuals.by_name.tensors, again.residuals.by_name.tensors
         assert got.keys() == want.keys() and "head.weight" in want
         assert all(tc.same_bits(got[name], want[name]) for name in want)
 
@@ -377,8 +377,8 @@ def compressors_by_rule() -> None:
     with checked() as seen:
         train(model, range(2))
     assert seen.keys() == {"fsdp/reduce_scatter/", "fsdp/reduce_scatter/blocks.1"}
-    assert state.kept is not None
-    assert state.kept.residuals.tensors.keys() == {"", "blocks.1"}
+    assert state.residuals is not None
+    assert state.residuals.by_name.tensors.keys() == {"", "blocks.1"}
 
 
 CHECKS = [feedback_matches_reduce_scatter, averaged_in_eight_bits, compressors_by_rule]

@@ -19,7 +19,7 @@ from cgx_ops.torch._compat import parallel
 from cgx_ops.torch.averaging import QuantizedModelAverager
 from cgx_ops.torch.averaging.layers import Rules
 from cgx_ops.torch.diloco import DiLoCo
-from cgx_ops.torch.fsdp.feedback import Kept
+from cgx_ops.torch.fsdp.feedback import ModuleResiduals
 from cgx_ops.torch.optim import CompressedAdamW
 
 from .common import FEW, Block, Model, batch, equals_the_oracle, full, recorded, sharded
@@ -143,7 +143,7 @@ def failure_on_one_rank() -> None:
     with contextlib.ExitStack() as stack:
         if failing:
             accident = ValueError("an accident")
-            stack.enter_context(mock.patch.object(Kept, "take", side_effect=accident))
+            stack.enter_context(mock.patch.object(ModuleResiduals, "take", side_effect=accident))
         said = "an accident" if failing else "ValueError: an accident"
         refuses(loss.backward, ValueError if failing else RuntimeError, said)
     again = sharded(Model())

@@ -143,8 +143,8 @@ def fsdp_under_wrappers() -> None:
         fully_shard(model)
         state = fsdp.compress(model, LEVELS)
         end = steps(model, model, range(3))
-        assert state.kept is not None
-        found[how] = sorted(state.kept.residuals.tensors), end
+        assert state.residuals is not None
+        found[how] = sorted(state.residuals.by_name.tensors), end
     assert found["none"][0] == ["", "first"]
     for how, (names, end) in found.items():
         assert names == found["none"][0], how
@@ -301,30 +301,30 @@ def fsdp_state_of_other_modules() -> None:
     saved = state.state_dict()
     other = fsdp.compress(sharded(Held()), LEVELS)
     fails(InvalidArgument, "does not have: 'first.", lambda: other.load_state_dict(saved))
-    assert other.kept is not None
-    assert not other.kept.residuals.tensors, "a failed load must change nothing"
+    assert other.residuals is not None
+    assert not other.residuals.by_name.tensors, "a failed load must change nothing"
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         other.load_state_dict(saved, strict=False)
     assert len(warned) == 1
-    assert not other.kept.residuals.tensors
+    assert not other.residuals.by_name.tensors
 
     again = Model()
     again = sharded(again, again.first)
     state = fsdp.compress(again, LEVELS)
     state.load_state_dict(saved)
-    assert state.kept is not None
+    assert state.residuals is not None
     steps(again, again, range(2, 4))  # the root, which has the residual, reduces last
-    assert sorted(state.kept.residuals.tensors) == ["", "first"]
+    assert sorted(state.residuals.by_name.tensors) == ["", "first"]
     saved = state.state_dict()
     model = sharded(Model())
     state = fsdp.compress(model, LEVELS)
-    owed = residual_of_first(saved["kept"])
+    owed = residual_of_first(saved["residuals"])
     state.load_state_dict(saved)
-    assert state.kept is not None
-    assert torch.equal(state.kept.residuals.tensors["first.weight"], owed)
+    assert state.residuals is not None
+    assert torch.equal(state.residuals.by_name.tensors["first.weight"], owed)
     steps(model, model, range(4, 5))
-    assert sorted(state.kept.residuals.tensors) == [""]
+    assert sorted(state.residuals.by_name.tensors) == [""]
 
 
 # ---- 3. optimizers -------------------------------------------------------------------------------
