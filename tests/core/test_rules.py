@@ -197,6 +197,8 @@ def test_invalid_pairs(rules: Any) -> None:
 def test_invalid_rules() -> None:
     with pytest.raises(TypeError, match=r"f: rules is \{'a': 4\}; give cgx_ops.Rules\(\["):
         require_rules({"a": 4}, "f: ")
+    with pytest.raises(TypeError, match=r"f: rules is None; .*Rules\(exact_vectors=False\)"):
+        require_rules(None, "f: ")
     with pytest.raises(TypeError, match="exact_vectors is 1; it must be True or False"):
         Rules(exact_vectors=1)  # type: ignore[arg-type]
 
