@@ -121,7 +121,7 @@ def is_sparse(layer: str, own: Config, numel: int) -> bool:
     Raises:
         InvalidArgument: A rule sets another compressor.
     """
-    if own.bits == EXACT_BITS or numel < max(tables.SMALLEST_COMPRESSED, own.minimal_size):
+    if own.bits == EXACT_BITS or own.is_short(numel):
         return False
     if own.compressor != "topk":
         raise InvalidArgument(

@@ -52,6 +52,8 @@ def test_every_call_adds_exactly_its_bytes() -> None:
         (lambda c: c.allreduce(values, config=one_shot, segments=some), 4 * 522, 4 * 522 * 4 // 3,
          2 * (BUCKET + 4 * 10)),
         (lambda c: c.allreduce(values[:0], config=FOUR_BITS), 0, 0, 0),
+        # The 7 values of all ranks are 7, not 6 divided by the ranks.
+        (lambda c: c.allreduce(values[:7], config=exact), 28, 28 * 4 // 3, 2 * 2 * 4),
     ]  # fmt: skip
 
     def run(_rank: int, comm: Communicator) -> None:

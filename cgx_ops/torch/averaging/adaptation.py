@@ -116,8 +116,7 @@ class Adaptation:
         lost = residuals or [None] * len(layers)
         for layer, segment, runs, residual in zip(layers, segments, gradients, lost, strict=True):
             config = segment.config or self._config
-            smallest = max(tables.SMALLEST_COMPRESSED, config.minimal_size)
-            if runs[0].numel() >= smallest and self._is_free(layer):
+            if not config.is_short(runs[0].numel()) and self._is_free(layer):
                 how = self._adaptive.measured_by(config)
                 pairs = zip(runs, residual or [None] * len(runs), strict=True)
                 found = sum(_statistic(values, e, how) for values, e in pairs)

@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 
 from cgx_ops._core import log
-from cgx_ops._core.tables import SMALLEST_COMPRESSED
 from cgx_ops.config import Config
 from cgx_ops.jax._src.collectives.keys import CallSeeds
 from cgx_ops.jax._src.collectives.options import (
@@ -209,10 +208,7 @@ def _report(groups: Groups, options: Options, leaves: list[Leaf]) -> None:
     here = processes.place()
     if here.rank > 0:
         return
-    exact = [
-        leaf.config.is_exact or leaf.x.size < max(SMALLEST_COMPRESSED, leaf.config.minimal_size)
-        for leaf in leaves
-    ]
+    exact = [leaf.config.is_exact or leaf.config.is_short(leaf.x.size) for leaf in leaves]
     transport = "XLA's collectives" if options.carrier == "xla" else here.transport
     tensors = log.Tensors(len(exact), sum(exact))
     log.started("JAX", "JAX", options.config, groups.size, transport, tensors)
