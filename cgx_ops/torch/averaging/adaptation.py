@@ -14,7 +14,6 @@ import numpy as np
 import torch
 
 from cgx_ops import Communicator, Config, Request, Rules, Segment
-from cgx_ops._core import tables
 from cgx_ops._core.codec import statistic_at
 from cgx_ops._core.tables import EXACT_BITS
 from cgx_ops.planner.adaptive import LAG, AdaptiveBits, Sample
