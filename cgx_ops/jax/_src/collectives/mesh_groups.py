@@ -237,7 +237,9 @@ def _attributes(
         attributes["processes"] = np.asarray(processes, np.int64)
         if settings.plan is not None:
             agree(settings.plan, tuple(sorted(set(processes))))
-        launched_by = launcher(named=bool(settings.name), names_suffice=names_suffice)
+        launched_by = launcher(
+            named=bool(settings.name), names_suffice=names_suffice and not settings.uses_xla
+        )
     call = settings.name or _call_id(ctx, settings, attributes)
     attributes["call"] = f"{launched_by}/{call}" if launched_by else call
     attributes["named"] = np.int64(bool(settings.name or launched_by))

@@ -108,6 +108,7 @@ class Settings:
         feedback: Whether leaves have residuals; of allreduce only.
         plan: The plan by which these leaves share a message, if there is one.
         overlaps: Whether results are in the leaves' buffers, as overlap.py needs it.
+        uses_xla: Whether the caller also adds XLA's own collectives.
     """
 
     verb: Verb
@@ -119,6 +120,7 @@ class Settings:
     feedback: bool = False
     plan: Plan | None = None
     overlaps: bool = False
+    uses_xla: bool = False
 
     @property
     def row(self) -> dict[str, Any]:

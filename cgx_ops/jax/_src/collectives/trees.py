@@ -178,6 +178,7 @@ def reduce_tree(
             name_of(options.name, message[0].place, len(messages)),
             options.carrier if groups.size > 1 else "native", feedback=keeps,
             plan=options.fuse if isinstance(options.fuse, Plan) else None, overlaps=overlaps,
+            uses_xla=options.uses_xla,
         )  # fmt: skip
         xs = [leaf.x.reshape(1, -1) for leaf in message]
         if overlaps:

@@ -271,6 +271,11 @@ def gather_from_processes(
     return [client.blocking_key_value_get_bytes(f"{key}/{i}", timeout_ms) for i in processes]
 
 
+def set_execution_stream(number: int) -> None:
+    """Run this thread's launches on one stream from now on: see execution_stream()."""
+    _jax.set_execution_stream_id(number)
+
+
 @contextlib.contextmanager
 def execution_stream(number: int) -> Iterator[None]:
     """Run this thread's launches on XLA:CPU in parallel with launches of other streams.
@@ -279,11 +284,11 @@ def execution_stream(number: int) -> Iterator[None]:
     if the process has one CPU device. GPUs run all in one order.
     """
     before = _jax.get_execution_stream_id()
-    _jax.set_execution_stream_id(number)
+    set_execution_stream(number)
     try:
         yield
     finally:
-        _jax.set_execution_stream_id(before)
+        set_execution_stream(before)
 
 
 def call_around_compile(begin: Callable[[], None], end: Callable[[], None]) -> None:

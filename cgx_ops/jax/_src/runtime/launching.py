@@ -9,6 +9,10 @@ not pass the thread to a handler. So this module makes the thread a part of jit'
     claim      the thread that called initialize() launches freely
     launching  any thread launches in a block with a name: rank 0 assigns a ticket to each block,
                and every process launches in the order of the tickets
+
+If a process has one CPU device, XLA runs the programs of each thread on a separate execution
+stream, so programs of two blocks could run at the same time. XLA's own collectives (jax.lax.psum)
+have no names and would be confused. So all blocks, and the thread of claim(), share one stream.
 """
 
 import contextlib
@@ -24,16 +28,19 @@ import jax
 from cgx_ops._core import launchers
 from cgx_ops._core.exchange import exchange
 from cgx_ops.errors import CgxError
-from cgx_ops.jax._src.runtime import processes
+from cgx_ops.jax._src.runtime import compat, processes
 
 _MAIN = True  # the context of the thread that launches without a name
 # None, _MAIN or the name of a block.
 _context = jax.make_user_context(None)
+# The execution stream of ordered launches: any number that no other stream has.
+_STREAM = 0x636779
 
 
 def claim() -> None:
     """Make this the thread that launches without a name."""
     _context(_MAIN).__enter__()  # until the thread ends
+    compat.set_execution_stream(_STREAM)
 
 
 def launcher(named: bool, names_suffice: bool) -> str:
@@ -41,7 +48,8 @@ def launcher(named: bool, names_suffice: bool) -> str:
 
     Args:
         named: Whether the user named the call, which distinguishes the calls of threads.
-        names_suffice: Whether such names are enough: each process has one device, a CPU.
+        names_suffice: Whether such names are enough: each process has one device, a CPU, and the
+            caller adds no collectives of XLA.
 
     Raises:
         RuntimeError: An unnamed thread launches a program that only one thread may launch.
@@ -96,7 +104,7 @@ def launching(name: str) -> Iterator[None]:
     if jax.process_count() == 1:
         yield
         return
-    with _tickets.turn(_agree(name)), _context(name):
+    with _tickets.turn(_agree(name)), _context(name), compat.execution_stream(_STREAM):
         yield
 
 
