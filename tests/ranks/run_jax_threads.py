@@ -13,6 +13,7 @@ with another thread's gives a wrong result. Every case prints "ok" and its name 
 
 import sys
 import threading
+import warnings
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from functools import cache, partial
@@ -39,6 +40,7 @@ from support.jax_cases import (
 
 import cgx_ops
 import cgx_ops.jax
+from cgx_ops._core import user_warnings
 from cgx_ops.jax import launching, psum_q
 from cgx_ops.jax._src.runtime.compat import gather_from_processes
 
@@ -171,6 +173,34 @@ def exported() -> None:
         pool.submit(work).result()
 
 
+def main_thread_outside_of_blocks() -> None:
+    """Check that a warning names the remedy if another thread launches, too, and is alive."""
+    x = normal(7, MESH.size, 3000)
+
+    def launch(times: int) -> None:
+        step = on_mesh(MESH, lambda v: times * psum_q(v, "d", config=SRA))
+        check(step(operand_of(x)), times * expected(x))
+
+    def in_block(times: int) -> None:
+        with launching("another thread"):
+            launch(times)
+
+    launch(1)
+    for in_main in (launch, in_block):
+        with ThreadPoolExecutor(1) as pool, warnings.catch_warnings(record=True) as warned:
+            user_warnings.forget()
+            pool.submit(in_block, 2).result()
+            in_main(3)
+            in_main(4)
+        (warning,) = warned
+        assert "outside of a block" in str(warning.message), warning
+        assert "cgx_ops.jax.launching(" in str(warning.message), warning
+    with warnings.catch_warnings(record=True) as warned:
+        user_warnings.forget()
+        launch(5)
+    assert not warned, warned
+
+
 # ---- 2. errors on all processes ------------------------------------------------------------------
 
 
@@ -293,8 +323,9 @@ def one_name() -> None:
 
 checks.run(
     checks.named(
-        own_functions, one_function, names, losses_in_blocks, exported, unnamed,
-        names_beside_xla, names_of_several_devices, names_of_blocks, one_name,
+        own_functions, one_function, names, losses_in_blocks, exported,
+        main_thread_outside_of_blocks, unnamed, names_beside_xla, names_of_several_devices,
+        names_of_blocks, one_name,
     ),
     sys.argv[2:],
 )  # fmt: skip
