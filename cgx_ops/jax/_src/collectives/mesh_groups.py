@@ -50,6 +50,7 @@ class MeshGroups:
 
     axes: tuple[Hashable, ...]
     size: int
+    sends_alone: bool = False
     effects: ClassVar[set[compat.Effect]] = set()
     functions: ClassVar[dict[Verb, str]] = {
         "allreduce": "psum_q", "reduce_scatter": "psum_scatter_q", "all_gather": "all_gather_q",

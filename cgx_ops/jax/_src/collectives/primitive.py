@@ -51,6 +51,8 @@ class Groups(Protocol):
     Attributes:
         axes: The mesh axes along which they lie; () for a communicator.
         size: The number of members of each group.
+        sends_alone: Whether a group of one member makes the call, too, so that it fails if the
+            communicator is closed.
         effects: JAX's effects of a call.
         functions: The public name of each collective, for errors and targets.
     """
@@ -62,6 +64,8 @@ class Groups(Protocol):
     def axes(self) -> tuple[Hashable, ...]: ...
     @property
     def size(self) -> int: ...
+    @property
+    def sends_alone(self) -> bool: ...
 
     def call_text(self, verb: Verb, name: str, *, indices: bool = False) -> str:
         """Return the text that gives calls with one key different seeds.

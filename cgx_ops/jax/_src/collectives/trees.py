@@ -216,8 +216,11 @@ def _report(groups: Groups, options: Options, leaves: list[Leaf]) -> None:
 
 
 def sends(groups: Groups, config: Config) -> bool:
-    """Return whether a leaf goes through the core. In a group of one device only a vote does."""
-    return groups.size > 1 or is_vote(config)
+    """Return whether a leaf goes through the core.
+
+    In a group of one, only votes do, and all leaves on a communicator that the user gave.
+    """
+    return groups.size > 1 or groups.sends_alone or is_vote(config)
 
 
 def name_of(name: str, index: int, messages: int) -> str:
