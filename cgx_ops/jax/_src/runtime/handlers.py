@@ -12,7 +12,7 @@ from typing import Any, Literal
 import jax
 
 from cgx_ops._core import launchers
-from cgx_ops.jax._src.runtime import compat, processes
+from cgx_ops.jax._src.runtime import compat, processes, threads
 
 Platform = Literal["cpu", "cuda"]  # the supported platforms, by JAX's names
 
@@ -45,6 +45,7 @@ def targets() -> tuple[str, ...]:
 def _binding() -> Any:
     from cgx_ops import _xla_ffi
 
+    threads.provide()
     _count_compilations(_xla_ffi.compilation_begins, _xla_ffi.compilation_ends)
     _xla_ffi.set_local_timeout(launchers.timeout(_LOCAL_TIMEOUT_S))
     if world := processes.connected_world():
