@@ -201,6 +201,25 @@ def main_thread_outside_of_blocks() -> None:
     assert not warned, warned
 
 
+def compiled_in_threads() -> None:
+    """Check that calls match if other threads compile the programs, in another order on rank 0.
+
+    The two programs differ only in the size of the batch, so their calls have equal names.
+    """
+
+    def body(batch: jax.Array) -> jax.Array:
+        return psum_q(batch[0], "d", config=SRA)
+
+    for threads in (1, 2):
+        batches = [operand_of(normal(8, MESH.size, n, 3000)) for n in (threads, threads + 2)]
+        lowered = [on_mesh(MESH, body).lower(batch) for batch in batches]
+        order = lowered if RANK else lowered[::-1]
+        with ThreadPoolExecutor(threads) as pool:
+            compiled = list(pool.map(lambda program: program.compile(), order))
+        for program, batch in zip(compiled if RANK else compiled[::-1], batches, strict=True):
+            check(program(batch), expected(normal(8, *batch.shape)[:, 0]))
+
+
 # ---- 2. errors on all processes ------------------------------------------------------------------
 
 
@@ -252,9 +271,7 @@ def names_beside_xla() -> None:
         cgx_ops.jax.value_and_grad(loss_of, "d", name="inside"),
         mesh=MESH, in_specs=in_specs, out_specs=P(),
     )  # fmt: skip
-    around = cgx_ops.jax.value_and_grad(
-        loss_of, "d", in_specs=in_specs, mesh=MESH, name="around"
-    )
+    around = cgx_ops.jax.value_and_grad(loss_of, "d", in_specs=in_specs, mesh=MESH, name="around")
     for gradient_of in (inside, around):
         step = jax.jit(gradient_of)
         refused(lambda f=step: f(weights, batch), ["cgx_ops.jax.launching("], ("(name=)",))
@@ -323,7 +340,7 @@ def one_name() -> None:
 
 checks.run(
     checks.named(
-        own_functions, one_function, names, losses_in_blocks, exported,
+        own_functions, one_function, names, losses_in_blocks, exported, compiled_in_threads,
         main_thread_outside_of_blocks, unnamed, names_beside_xla, names_of_several_devices,
         names_of_blocks, one_name,
     ),

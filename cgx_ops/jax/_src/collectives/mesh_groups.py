@@ -225,7 +225,6 @@ def _attributes(
         names_suffice: Whether threads that launch at the same time may name their calls instead.
         devices: The device id of each partition, if the handler identifies devices by it.
     """
-    handlers.note_collective()
     attributes = {
         **message_attributes(ctx, settings),
         "groups": groups.reshape(-1),

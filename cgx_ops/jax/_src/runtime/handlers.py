@@ -53,35 +53,44 @@ def _binding() -> Any:
     return _xla_ffi
 
 
-class _OfThread(threading.local):
-    """Whether this thread compiles collectives, and the number of its running compilations."""
+_compiling = threading.RLock()  # held by the thread that compiles, among several processes
 
-    compiles_collectives = False
-    under_way = 0
+
+class _OfThread(threading.local):
+    """The running compilations of this thread: whether each one holds the lock."""
+
+    def __init__(self) -> None:
+        self.holds: list[bool] = []
 
 
 _of_thread = _OfThread()
 
 
-def note_collective() -> None:
-    """Count this thread's compilations from now on: it lowers or loads collectives.
-
-    Compilations of other threads must not count. They would keep the counts by compilation
-    (xla_ffi/site.h) from starting again at 0, and only in this process.
-    """
-    _of_thread.compiles_collectives = True
-
-
 def _count_compilations(begins: Callable[[], None], ends: Callable[[], None]) -> None:
+    """Count the calls of each compilation from 0 (xla_ffi/site.h).
+
+    Among several processes, compilations of several threads run one after another: the counts of
+    two that overlap would depend on timing, and calls of the processes would not match.
+
+    A thread waits for the lock before XLA's compiler runs, with no lock of ours or JAX's that a
+    compilation needs. The compiler may call Python (jax.custom_partitioning), on the thread that
+    compiles, so a compilation in such a call takes the lock again. In some settings of JAX and XLA
+    the compiler also waits for the compilation of the same program in another process, which may
+    wait for its own lock: a binary or results of GPU autotuning that processes share. So the wait
+    has a limit. After it, compilations overlap.
+    """
+
     def begin() -> None:
-        if _of_thread.compiles_collectives:
-            _of_thread.under_way += 1
-            begins()
+        several = jax.process_count() > 1
+        _of_thread.holds.append(several and _compiling.acquire(timeout=launchers.timeout()))
+        begins()
 
     def end() -> None:
-        if _of_thread.under_way:  # otherwise it began before counting did
-            _of_thread.under_way -= 1
-            ends()
+        if not _of_thread.holds:  # it began before counting did
+            return
+        ends()
+        if _of_thread.holds.pop():
+            _compiling.release()
 
     compat.call_around_compile(begin, end)
 
