@@ -23,7 +23,7 @@ from cgx_ops._core import tables
 from cgx_ops.jax._src.collectives import carrier
 from cgx_ops.jax._src.collectives.calls import parted
 from cgx_ops.jax._src.collectives.options import refuse_on_gpus
-from cgx_ops.jax._src.collectives.plans import agree
+from cgx_ops.jax._src.collectives.plans import Planned, agree
 from cgx_ops.jax._src.collectives.primitive import (
     Settings,
     Verb,
@@ -236,7 +236,8 @@ def _attributes(
     if processes is not None:
         attributes["processes"] = np.asarray(processes, np.int64)
         if settings.plan is not None:
-            agree(settings.plan, tuple(sorted(set(processes))))
+            planned = Planned(settings.plan, tuple(sorted(set(processes))))
+            handlers.check_before_compilation(compat.module_name(ctx), agree, planned)
         launched_by = launcher(
             named=bool(settings.name), names_suffice=names_suffice and not settings.uses_xla
         )

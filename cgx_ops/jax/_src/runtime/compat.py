@@ -291,16 +291,21 @@ def execution_stream(number: int) -> Iterator[None]:
         set_execution_stream(before)
 
 
-def call_around_compile(begin: Callable[[], None], end: Callable[[], None]) -> None:
+def call_around_compile(begin: Callable[[str], None], end: Callable[[], None]) -> None:
     """Call `begin` and `end` around every later compilation by XLA.
 
     This includes loading an executable from the persistent cache. JAX reports the start of a
-    compilation as a scalar event and its end, even of a failed one, as a duration.
+    compilation as a scalar event and its end, even of a failed one, as a duration. If `begin`
+    raises, the compilation raises this exception, and `end` is not called.
+
+    Args:
+        begin: Gets the name of the module, as module_name() returns it.
+        end: Is called on the same thread.
     """
 
-    def on_begin(event: str, value: float | int, **_: str | int) -> None:
+    def on_begin(event: str, value: float | int, fun_name: str | int = "", **_: str | int) -> None:
         if event == dispatch.BACKEND_COMPILE_EVENT:
-            begin()
+            begin(mlir.sanitize_name(str(fun_name)).rstrip("_"))
 
     def on_end(event: str, duration_secs: float, **_: str | int) -> None:
         if event == dispatch.BACKEND_COMPILE_EVENT:

@@ -6,7 +6,7 @@ backend, and XLA:CPU refuses a state type that is registered before the backend 
 
 import functools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Literal
 
 import jax
@@ -15,6 +15,7 @@ from cgx_ops._core import launchers
 from cgx_ops.jax._src.runtime import compat, processes, threads
 
 Platform = Literal["cpu", "cuda"]  # the supported platforms, by JAX's names
+Check = Callable[[str, Any], None]  # of the name of a program's module, and what it compares
 
 # XLA:CPU aborts a process whose own devices wait for each other for twice this time, so a later
 # deadline would never be reported. Among processes XLA has no such limit.
@@ -53,6 +54,52 @@ def _binding() -> Any:
     return _xla_ffi
 
 
+class _Checks:
+    """What processes compare before they compile a program, by the name of its module.
+
+    JAX reports only this name when a compilation begins. A program that one process only lowers
+    leaves its checks here, until the process compiles a program of this name.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        # By program; the value is whether the check has failed.
+        self._checks: dict[str, dict[tuple[Check, Hashable], bool]] = {}
+        self._running: dict[str, threading.Lock] = {}
+
+    def add(self, program: str, check: Check, of: Hashable) -> None:
+        """Add a check, and remove those that have failed: this is a new program."""
+        with self._lock:
+            before = self._checks.get(program, {})
+            left = {entry: False for entry, failed in before.items() if not failed}
+            self._checks[program] = left | {(check, of): False}
+
+    def run(self, program: str) -> None:
+        """Run the checks of a program in the order in which they were added, each until it passes.
+
+        Raises:
+            Exception: That of a check. A repeated compilation runs it again.
+        """
+        with self._lock:
+            if not self._checks.get(program):
+                return
+            running = self._running.setdefault(program, threading.Lock())
+        with running:
+            for entry in tuple(self._checks[program]):
+                check, of = entry
+                try:
+                    check(program, of)
+                except Exception:
+                    with self._lock:
+                        self._checks[program][entry] = True
+                    raise
+                with self._lock:
+                    self._checks[program].pop(entry, None)
+
+
+_checks = _Checks()
+check_before_compilation = _checks.add
+
 _compiling = threading.RLock()  # held by the thread that compiles, among several processes
 
 
@@ -80,7 +127,8 @@ def _count_compilations(begins: Callable[[], None], ends: Callable[[], None]) ->
     has a limit. After it, compilations overlap.
     """
 
-    def begin() -> None:
+    def begin(program: str) -> None:
+        _checks.run(program)  # not under the lock: other processes may compile in another order
         several = jax.process_count() > 1
         _of_thread.holds.append(several and _compiling.acquire(timeout=launchers.timeout()))
         begins()
