@@ -15,7 +15,7 @@ from cgx_ops._core import launchers
 from cgx_ops.jax._src.runtime import compat, processes, threads
 
 Platform = Literal["cpu", "cuda"]  # the supported platforms, by JAX's names
-Check = Callable[[str, Any], None]  # of the name of a program's module, and what it compares
+Check = Callable[[str, Any], None]  # arguments: the name of a program's module, and its data
 
 # XLA:CPU aborts a process whose own devices wait for each other for twice this time, so a later
 # deadline would never be reported. Among processes XLA has no such limit.
@@ -55,7 +55,7 @@ def _binding() -> Any:
 
 
 class _Checks:
-    """What processes compare before they compile a program, by the name of its module.
+    """Comparisons among processes before they compile a program, by the name of its module.
 
     JAX reports only this name when a compilation begins. A program that one process only lowers
     leaves its checks here, until the process compiles a program of this name.
