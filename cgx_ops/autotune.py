@@ -164,7 +164,7 @@ def bits_for(
 
 
 def _slot(communicator: Communicator, config: Config) -> tuple[Slot, Config]:
-    """Return the slot of the verdict, and the config without its bits."""
+    """Return the slot of the verdict, and the config in bits that do not depend on its own."""
     require_choice(config)
-    uniform = config.with_own(bits=Config.bits)
+    uniform = config.with_own(bits=next((b for b in _CHOICES if _may_have(config, b)), EXACT))
     return slot_of(communicator.id, uniform), uniform

@@ -15,7 +15,14 @@ from types import NoneType
 from typing import Any, Literal, TypedDict
 
 from cgx_ops._core import environment, library, structs
-from cgx_ops._core.tables import ACCEPTED, COMPRESSORS, DEFAULTS, EXACT_BITS, OF_COMPRESSOR
+from cgx_ops._core.tables import (
+    ACCEPTED,
+    COMPRESSORS,
+    DEFAULTS,
+    EXACT_BITS,
+    OF_COMPRESSOR,
+    SMALLEST_COMPRESSED,
+)
 from cgx_ops.errors import InvalidArgument
 
 Compressor = Literal[
@@ -156,8 +163,8 @@ class Config:
             if self.bits == EXACT_BITS:
                 del left["bits"]
             own = {**left, **own}
-        lossless = COMPRESSORS[own.get("compressor", self.compressor)]["exact"]
-        if own.get("bits") == EXACT_BITS or ("compressor" in own and lossless):
+        lossless = [name for name, row in COMPRESSORS.items() if row["exact"]]
+        if own.get("bits") == EXACT_BITS or own.get("compressor") in lossless:
             own["error_feedback"] = None  # exact values have no error
         return replace(self, **own) if own else self
 
@@ -165,6 +172,12 @@ class Config:
     def is_exact(self) -> bool:
         """Whether values are sent without an error: in 32 bits, or by "lossless"."""
         return self.bits == EXACT_BITS or COMPRESSORS[self.compressor]["exact"]
+
+    def is_short(self, numel: int) -> bool:
+        """Return whether a segment of `numel` values is too short to be compressed."""
+        # Votes are compressed at any size.
+        smallest = max(SMALLEST_COMPRESSED, self.minimal_size)
+        return numel < smallest and self.compressor != "sign"
 
     @property
     def is_random(self) -> bool:

@@ -107,11 +107,11 @@ ffi::ErrorOr<std::unique_ptr<T>> MakeSite(ffi::Dictionary attributes) {
   }
 }
 
-// Mark the begin and the end of compilations by threads that lower collectives. XLA instantiates on
-// its own threads and does not report for which executable. Instances are counted from 0 again when
-// a compilation begins or ends and no other is running. While several threads compile at the same
-// time, counting continues: instances stay distinct, but if two threads compile the same function,
-// its numbers depend on their order.
+// Mark the begin and the end of compilations. XLA instantiates on its own threads and does not
+// report for which executable. Instances are counted from 0 again when a compilation begins or ends
+// and no other is running. While several threads compile at the same time, counting continues:
+// instances stay distinct, but if two threads compile the same function, its numbers depend on
+// their order. cgx_ops/jax/_src/runtime/handlers.py prevents this among several processes.
 void CompilationBegins();
 void CompilationEnds();
 

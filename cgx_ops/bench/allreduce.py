@@ -151,7 +151,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run the command and return its exit status. The failure of one rank ends all ranks."""
-    communicator = cgx_ops.init()
+    try:
+        communicator = cgx_ops.init()
+    except cgx_ops.CgxError as error:  # such as a variable that is not accepted
+        return _refuse(str(error))
     if communicator.size == 1:
         return _refuse(
             "an allreduce needs two ranks or more, and this process is alone. Start it with the "
@@ -165,8 +168,8 @@ def run(options: argparse.Namespace) -> int:
     except ImportError as error:
         return _refuse(f"mpi4py cannot be imported ({error}): pip install mpi4py")
     try:
-        # Only rank 0 writes files, so only its host is checked; all ranks follow its answer.
-        problem = MPI.COMM_WORLD.bcast(_problem(options) if MPI.COMM_WORLD.rank == 0 else "")
+        found = _problem(options, writes=MPI.COMM_WORLD.rank == 0)
+        problem = next(filter(None, MPI.COMM_WORLD.allgather(found)), "")
         if problem:
             return _refuse(problem) if MPI.COMM_WORLD.rank == 0 else 2
         report, results = _measure_all(MPI.COMM_WORLD, options)
@@ -190,18 +193,33 @@ def _refuse(problem: str) -> int:
     return 2
 
 
-def _problem(options: argparse.Namespace) -> str:
-    """Return why these options cannot be used, "" if they can. This takes no measurement."""
+def _problem(options: argparse.Namespace, *, writes: bool = True) -> str:
+    """Return why these options cannot be used, "" if they can. This takes no measurement.
+
+    Args:
+        options: Those of the command.
+        writes: Whether this rank writes the files.
+    """
+    try:
+        _available(options.peers)
+    except ImportError as error:
+        return f"--peers: {error}"
     if options.parameters is not None:
         reason = out_of_reach(options.parameters, options.sizes)
         if reason:
             return f"--parameters: no verdict is possible from these sizes. {reason}"
-    if options.plot:
+    for option in ("json", "plot"):
+        path = getattr(options, option)
+        if not (writes and path):
+            continue
         try:
-            Path(options.plot).parent.mkdir(parents=True, exist_ok=True)
-            new_figure(options.plot, 1, 1)
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+            if option == "plot":
+                new_figure(path, 1, 1)
+            else:
+                open(path, "a").close()
         except (cgx_ops.CgxError, OSError) as error:
-            return f"--plot: {error}"
+            return f"--{option}: {error}"
     return ""
 
 

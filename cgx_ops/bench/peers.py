@@ -24,10 +24,10 @@ import numpy as np
 import cgx_ops
 from cgx_ops import Config
 from cgx_ops._core.arrays import Array
-from cgx_ops._core.codec import encoded_bytes
 from cgx_ops._core.exchange import free_address
 from cgx_ops._core.tables import COMPRESSORS
 from cgx_ops._core.verdicts import EXACT
+from cgx_ops.planner.rates import message_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -321,7 +321,8 @@ PEERS = {
 def cgx(x: Array, out: Array, config: Config) -> Contender:
     """Return the contender cgx_ops.allreduce() among all ranks."""
     varies = config.bits != EXACT and not COMPRESSORS[config.compressor]["fixed_length"]
-    size = len(cgx_ops.quantize(x, config)) if varies else encoded_bytes(x.size, config)
+    is_measured = varies and not config.is_short(x.size)
+    size = len(cgx_ops.quantize(x, config)) if is_measured else message_bytes(x.size, config)
     return Contender(lambda: cgx_ops.allreduce(x, config=config, out=out), out.copy, size)
 
 

@@ -111,7 +111,7 @@ struct Plan {
   int64_t bytes_plain() const {
     if (verb->exchanges()) return bytes_in() - bytes(numel_of(sends[rank]));
     const int64_t stages = int64_t{verb->scatters} + int64_t{verb->gathers};
-    return (size - 1) * (stages * bytes(numel()) / (verb->shards() ? size : 1));
+    return stages * bytes(numel()) * (size - 1) / (verb->shards() ? size : 1);
   }
   // Converts elements to bytes.
   int64_t bytes(int64_t elements) const { return elements * size_of(dtype); }

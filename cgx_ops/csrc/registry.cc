@@ -1,8 +1,17 @@
 #include "registry.h"
 
 #include <optional>
+#include <utility>
 
 namespace cgx {
+namespace {
+
+void count(const Communicator& communicator, Traffic* traffic) {
+  const Totals totals = communicator.totals();
+  traffic->add(totals.collectives, totals.bytes_in, totals.bytes_plain, communicator.bytes_sent());
+}
+
+}  // namespace
 
 void check_name(const std::string& name) {
   constexpr size_t kLongest = 512;  // names of derived communicators are longer, but stay below
@@ -48,6 +57,10 @@ CommunicatorRef Registry::find_world() const {
 
 CommunicatorRef Registry::get(int32_t id) const {
   const std::lock_guard lock(mutex_);
+  return get_locked(id);
+}
+
+CommunicatorRef Registry::get_locked(int32_t id) const {
   const auto found = communicators_.find(id);
   if (found != communicators_.end()) return found->second;
   const bool existed = id == kWorld ? had_world_ : id > kWorld && id < next_;
@@ -80,8 +93,8 @@ int32_t Registry::find(const std::string& name) const {
 }
 
 CommunicatorRef Registry::remove(int32_t id) {
-  auto communicator = get(id);
   const std::lock_guard lock(mutex_);
+  auto communicator = get_locked(id);
   communicators_.erase(id);
   closing_[id] = communicator;
   return communicator;
@@ -95,7 +108,12 @@ void Registry::closed(int32_t id) {
     if (error.status() != CGX_CLOSED) failure = error;
   }
   const std::lock_guard lock(mutex_);
-  closing_.erase(id);
+  const auto closing = closing_.find(id);
+  if (closing != closing_.end()) {
+    count(*closing->second, &closed_traffic_);
+    closing_.erase(closing);
+  }
+  if (closing_.empty()) all_closed_.notify_all();
   if (failure) failures_.insert_or_assign(id, *failure);
 }
 
@@ -110,12 +128,25 @@ CommunicatorRef Registry::get_to_check(int32_t id) const {
   return get(id);
 }
 
-std::vector<CommunicatorRef> Registry::remove_all() {
+std::map<int32_t, CommunicatorRef> Registry::remove_all() {
   const std::lock_guard lock(mutex_);
-  std::vector<CommunicatorRef> all;
-  for (auto& [id, communicator] : communicators_) all.push_back(std::move(communicator));
-  communicators_.clear();
+  auto all = std::exchange(communicators_, {});
+  closing_.insert(all.begin(), all.end());
   return all;
+}
+
+bool Registry::wait_closed(std::chrono::duration<double> at_most) {
+  std::unique_lock lock(mutex_);
+  return all_closed_.wait_for(lock, at_most, [&] { return closing_.empty(); });
+}
+
+void Registry::add_traffic(cgx_traffic_t* sum) const {
+  const std::lock_guard lock(mutex_);
+  Traffic open;
+  for (const auto* some : {&communicators_, &closing_})
+    for (const auto& [id, communicator] : *some) count(*communicator, &open);
+  open.add_to(sum);
+  closed_traffic_.add_to(sum);
 }
 
 }  // namespace cgx

@@ -2,13 +2,8 @@
 
 namespace cgx {
 
-Traffic& Traffic::closed() {
-  static auto* traffic = new Traffic;  // never destroyed: threads may outlive static destructors
-  return *traffic;
-}
-
 Traffic& Traffic::carried() {
-  static auto* traffic = new Traffic;
+  static auto* traffic = new Traffic;  // never destroyed: threads may outlive static destructors
   return *traffic;
 }
 

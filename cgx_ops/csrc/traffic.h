@@ -11,7 +11,6 @@ namespace cgx {
 
 class Traffic {
  public:
-  static Traffic& closed();
   static Traffic& carried();
 
   // Adds collectives. bytes_plain: as in cgx_comm_info_t.

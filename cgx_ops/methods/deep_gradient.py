@@ -10,7 +10,6 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from cgx_ops._core import tables
 from cgx_ops._core.tables import EXACT_BITS
 from cgx_ops.config import Config
 from cgx_ops.errors import InvalidArgument, is_number, require_integer
@@ -121,7 +120,7 @@ def is_sparse(layer: str, own: Config, numel: int) -> bool:
     Raises:
         InvalidArgument: A rule sets another compressor.
     """
-    if own.bits == EXACT_BITS or numel < max(tables.SMALLEST_COMPRESSED, own.minimal_size):
+    if own.bits == EXACT_BITS or own.is_short(numel):
         return False
     if own.compressor != "topk":
         raise InvalidArgument(

@@ -357,7 +357,7 @@ class AdaptiveBits:
                 _total(counts, found) <= _SAVES * _total(counts, now)
                 or lost(now) > _EXCEEDS * self.alpha * uniform
             )
-        if not worth:
+        if not worth or list(found) == now:
             return False
         self.bits, self.numels = dict(zip(numels, found, strict=True)), dict(numels)
         self.changes += 1

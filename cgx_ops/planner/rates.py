@@ -66,12 +66,17 @@ def settings_of(bits: float) -> dict[str, Any]:
 def message_bytes(numel: int, config: Config) -> int:
     """Return the bytes of a tensor in a message; for "entropy", those of its rate.
 
+    If the reduced values have other bits (`gather_bits`), it is the mean of both messages.
+
     For "lossless" it is the upper bound, slightly more than the bytes of exact values. Messages of
     gradients have about 0.83 (float32) or 0.66 (bfloat16) of those bytes.
     """
+    if config.is_short(numel):
+        return encoded_bytes(numel, Config(EXACT_BITS))
     if config.compressor == "entropy" and config.bits != EXACT_BITS:
         return math.ceil(rate_of(config) * numel / 8)
-    return encoded_bytes(numel, config)
+    reduced = config.with_own(bits=config.gather_bits or config.bits)
+    return (encoded_bytes(numel, config) + encoded_bytes(numel, reduced)) // 2
 
 
 def error_share(rate: float, config: Config) -> float:

@@ -87,6 +87,18 @@ def test_two_bits_require_error_feedback() -> None:
     assert choices_of(diverges) == (8, 4)  # error feedback diverges in 2 bits
 
 
+def test_bits_that_diverge_are_not_required() -> None:
+    eight = Config(8, compressor="qsgd", error_feedback=True)
+    with pytest.raises(InvalidArgument, match="squared error of 4 bits"):
+        eight.with_own(bits=4)
+
+    def run(_rank: int, comm: Communicator) -> int:
+        return cgx_ops.bits_for(comm, 10**6, eight)
+
+    found = threads(2, run)
+    assert found[0] == found[1] and found[0] in (32, 8)
+
+
 # ---- calls ---------------------------------------------------------------------------------------
 
 

@@ -9,7 +9,7 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 
-from cgx_ops import CgxError, Config, InvalidArgument
+from cgx_ops import CgxError, Config, InvalidArgument, quantize
 from cgx_ops._core import library, tables
 from cgx_ops.config import Algorithm, Compressor, Rounding
 
@@ -270,6 +270,7 @@ OVERRIDES: list[tuple[Config, dict[str, Any]]] = [
     (Config(compressor="topk", density=0.3), {"compressor": "randk"}),
     (Config(compressor="ternary", clip=True, algorithm="sra"), {"compressor": "sign"}),
     (Config(32), {"compressor": "topk"}),
+    (Config(), {"compressor": "gzip"}),
     (Config(32), {"compressor": "levels", "bits": 1}),
     (Config(2, compressor="levels", error_feedback=True), {"bits": 32}),
     (Config(2, compressor="levels", error_feedback=True), {"compressor": "lossless"}),
@@ -279,6 +280,14 @@ OVERRIDES: list[tuple[Config, dict[str, Any]]] = [
     (Config(4, error_feedback=True), {"compressor": "sign"}),
     (Config(4), {"bits": 9}),
 ]
+
+
+@pytest.mark.parametrize("unknown", ["gzip", "TOPK", ["topk"], 3])
+def test_unknown_compressor_in_a_keyword_raises(unknown: Any) -> None:
+    with pytest.raises(InvalidArgument, match="compressor"):
+        quantize(np.ones(4, np.float32), compressor=unknown)
+    with pytest.raises(InvalidArgument, match="compressor"):
+        Config().with_own(compressor=unknown)
 
 
 @pytest.mark.parametrize(("config", "own"), OVERRIDES, ids=str)

@@ -36,6 +36,7 @@ def test_every_call_adds_exactly_its_bytes() -> None:
     blocks = values.reshape(3, -1)
     exact = Config(bits=32, algorithm="sra")
     one_shot = Config(bits=4, algorithm="one_shot")
+    exact_shot = Config(bits=32, algorithm="one_shot")
     some = [Segment(0, 512), Segment(1024, 10)]
     size = values.nbytes
     # The call, bytes_in, bytes_plain, bytes_sent without headers. Each of 2 peers gets its 10
@@ -52,6 +53,8 @@ def test_every_call_adds_exactly_its_bytes() -> None:
         (lambda c: c.allreduce(values, config=one_shot, segments=some), 4 * 522, 4 * 522 * 4 // 3,
          2 * (BUCKET + 4 * 10)),
         (lambda c: c.allreduce(values[:0], config=FOUR_BITS), 0, 0, 0),
+        # The 7 values of all ranks are 7, not 6 divided by the ranks.
+        (lambda c: c.allreduce(values[:7], config=exact_shot), 28, 28 * 4 // 3, 2 * 28),
     ]  # fmt: skip
 
     def run(_rank: int, comm: Communicator) -> None:

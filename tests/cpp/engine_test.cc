@@ -2,6 +2,7 @@
 // and leaving ranks. `make sanitize` runs it under ThreadSanitizer and AddressSanitizer.
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <chrono>
 #include <numeric>
 #include <random>
@@ -190,6 +191,43 @@ void test_leaving_rank(const char* transport) {
   ranks.comms.clear();
 }
 
+// An event loop never waits, so each call makes some progress.
+void test_polling_without_waiting(const char* transport) {
+  const Ranks ranks(3, transport, 20, "polling");
+  ranks.run([&](int rank, int32_t comm) {
+    std::vector<float> values(300'000, 1.0f);
+    Allreduce allreduce(comm, &values, 32);
+    cgx_request_t* request = nullptr;
+    ok(allreduce.run_for(0, &request));
+    int32_t done = request == nullptr;
+    while (!done && cgx_wait_for(request, 0, &done) == CGX_OK) std::this_thread::yield();
+    CHECK(done && values[299'999] == 3.0f, "rank %d: %g", rank, values[299'999]);
+    if (request) ok(cgx_wait(request));
+  });
+}
+
+// A communicator's collectives count while it is open, being closed and closed.
+void test_traffic_only_grows(const char* transport) {
+  std::atomic<bool> ended = false;
+  std::jthread reads([&] {
+    for (cgx_traffic_t last{sizeof(last), 0, 0, 0, 0}; !ended;) {
+      cgx_traffic_t now{sizeof(now), 0, 0, 0, 0};
+      ok(cgx_traffic(&now));
+      CHECK(now.collectives >= last.collectives && now.bytes_sent >= last.bytes_sent,
+            "%ld collectives after %ld", long(now.collectives), long(last.collectives));
+      last = now;
+    }
+  });
+  for (int repeat = 0; repeat < 50; ++repeat) {
+    const Ranks ranks(2, transport, 60, "traffic");
+    ranks.run([&](int, int32_t comm) {
+      std::vector<float> values(1000, 1.0f);
+      ok(Allreduce(comm, &values, 4).run());
+    });
+  }
+  ended = true;
+}
+
 // First with no call in flight, then while a collective waits for a rank that is present.
 void test_finding_a_lost_rank(const char* transport) {
   Ranks ranks(3, transport, 60, "find");
@@ -208,6 +246,7 @@ void test_finding_a_lost_rank(const char* transport) {
   std::this_thread::sleep_for(std::chrono::milliseconds(20));  // the search has begun
   ok(cgx_comm_close(ranks.comms[1]));
   finder.join();
+  CHECK(cgx_comm_find_lost(ranks.comms[0], 0) == CGX_PEER_FAILED, "%s", cgx_last_error());
   CHECK(cgx_wait(request) == CGX_PEER_FAILED, "%s", cgx_last_error());
   ranks.comms.erase(ranks.comms.begin() + 1);
 }
@@ -383,6 +422,8 @@ int main() {
     test_absent_rank(transport);
     test_blocked_rank(transport);
     for (int repeat = 0; repeat < 20; ++repeat) test_leaving_rank(transport);
+    test_polling_without_waiting(transport);
+    test_traffic_only_grows(transport);
     test_finding_a_lost_rank(transport);
     test_many_messages(transport);
     test_idle_rank_hands_over(transport);

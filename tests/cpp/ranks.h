@@ -105,16 +105,24 @@ struct Allreduce {
     return request;
   }
   cgx_status_t start(cgx_request_t** request) {
-    call.segments = &segment_;
-    call.num_segments = 1;
-    call.name = name_.c_str();
+    complete();
     return cgx_start(&call, nullptr, nullptr, request);
+  }
+  cgx_status_t run_for(double seconds, cgx_request_t** request) {
+    complete();
+    return cgx_run_for(&call, seconds, request);
   }
   cgx_status_t run() { return cgx_wait(start()); }
 
   cgx_collective_t call;
 
  private:
+  void complete() {
+    call.segments = &segment_;
+    call.num_segments = 1;
+    call.name = name_.c_str();
+  }
+
   std::string name_;
   cgx_segment_t segment_;
 };

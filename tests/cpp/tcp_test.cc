@@ -12,6 +12,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <cstdlib>
 #include <cstring>
 #include <functional>
@@ -447,6 +448,47 @@ void both_directions_concurrently() {
   });
 }
 
+// The peer may not read message 17 of a collective without message 16.
+void messages_of_a_collective_that_ended_stop_in_sequence() {
+  constexpr uint32_t kMessages = 4000;
+  constexpr size_t kBytes = 4096;
+  class BySlot : public Sink {
+   public:
+    void on_control(int, std::span<const std::byte>) override {}
+    void on_bulk(Arrival arrival) override {
+      uint32_t& due = next[arrival.slot.channel];
+      CHECK(arrival.slot.sequence == due, join("message ", arrival.slot.sequence, " of channel ",
+                                               arrival.slot.channel, ", not ", due));
+      due = arrival.slot.sequence + 1;
+    }
+    void on_unreadable(int, Slot, const Error&) override {}
+    void on_peer_lost(int, Loss, const std::string&) override {}
+    std::vector<uint32_t> next{0, 0};
+  };
+  // Whether the first message in the queue is of one collective or the other depends on the
+  // kernel's buffers.
+  for (const uint32_t ended : {0u, 1u}) {
+    const auto transports = two();
+    const std::vector<std::shared_ptr<SendState>> states{std::make_shared<SendState>(2),
+                                                         std::make_shared<SendState>(2)};
+    const BufferRef buffer = transports[0]->allocate(kBytes);
+    std::memset(buffer->data, 1, kBytes);
+    for (uint32_t i = 0; i < kMessages; ++i)
+      for (const uint32_t channel : {0u, 1u})
+        transports[0]->send(1, {channel, i}, buffer, kBytes, states[channel]);
+    CHECK(!transports[0]->flushed(), "the kernel has buffered everything");
+    states[ended]->give_up();
+    BySlot received;
+    DeafSink deaf;
+    progress_until(*transports[1], received, [&] {
+      transports[0]->progress(deaf);
+      return received.next[1 - ended] == kMessages;
+    });
+    CHECK(received.next[ended] < kMessages, "nothing was dropped");
+    CHECK(states[ended]->unsent() == 0, "messages are left to send");
+  }
+}
+
 void the_end_of_a_connection_is_reported(Loss how) {
   auto transports = two();
   const auto state = std::make_shared<SendState>(2);
@@ -487,6 +529,43 @@ void a_transport_that_left_receives_nothing() {
   transports[0]->leave(true, "");
   Received received;
   CHECK(!transports[0]->progress(received) && received.controls.empty(), "a message was delivered");
+}
+
+// A malformed frame ends the engine. What follows it must not keep others from the last messages.
+void a_rank_leaves_despite_malformed_frames() {
+  auto [rendezvous, offers, key] = make_offers(2);
+  const std::unique_ptr<Connector> connector = make_tcp_connector(0, 2);
+  offers[0] = TcpOffer::read(connector->offer());
+  std::vector<Bytes> written{to_bytes(offers[0]), to_bytes(offers[1])};
+  std::unique_ptr<Transport> transport;
+  FileDescriptor peer;
+  in_threads(2, [&](int rank) {
+    const Reach reach{{true, true}, kLimit};
+    if (rank == 0)
+      transport = connector->connect(written, reach);
+    else
+      peer = std::move(rendezvous[1].connect(offers, reach).connections[0]);
+  });
+  Received received;
+  for (const FrameHeader malformed : {FrameHeader{0, 4, 0, 0}, FrameHeader{0, 5, 0, 0}}) {
+    const Bytes garbage = to_bytes(malformed);
+    CHECK(send(peer.get(), garbage.data(), garbage.size(), 0) > 0, "sent");
+    std::this_thread::sleep_for(milliseconds(10));
+    const auto error = error_of(
+        [&] {
+          for (int i = 0; i < 1000; ++i)
+            if (!transport->progress(received)) transport->wait(milliseconds(1));
+          fail(CGX_SYSTEM, "nothing was rejected");
+        },
+        malformed.kind == 4 ? CGX_PEER_FAILED : CGX_SYSTEM);
+    CHECK(contains(error, malformed.kind == 4 ? "is not a valid cgx frame" : "nothing was"), error);
+  }
+  CHECK(send(peer.get(), "more", 4, 0) > 0, "sent");
+  std::this_thread::sleep_for(milliseconds(10));
+  transport->leave(false, "the reason");
+  std::array<char, 64> last;
+  const ssize_t got = recv(peer.get(), last.data(), last.size(), 0);
+  CHECK(contains(std::string(last.data(), std::max<ssize_t>(got, 0)), "the reason"), "no farewell");
 }
 
 void wake_ends_a_wait() {
@@ -532,10 +611,12 @@ int main() {
   missing_ranks_are_named_in_time();
   interfaces_are_chosen();
   both_directions_concurrently();
+  messages_of_a_collective_that_ended_stop_in_sequence();
   for (const Loss how : {Loss::kLeft, Loss::kGaveUp, Loss::kDied})
     the_end_of_a_connection_is_reported(how);
   a_busy_rank_is_not_lost();
   a_transport_that_left_receives_nothing();
+  a_rank_leaves_despite_malformed_frames();
   wake_ends_a_wait();
   a_forked_child_has_no_open_descriptors();
   return cgx::test::report();

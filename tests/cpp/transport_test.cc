@@ -3,6 +3,7 @@
 #include "transport/transport.h"
 
 #include <cstring>
+#include <thread>
 #include <vector>
 
 #include "checks.h"
@@ -78,6 +79,20 @@ void control_messages_of_a_rank_that_left_arrive() {
   CHECK(sink.losses == 1, join(sink.losses, " losses"));
 }
 
+// A peer that is busy for a moment gets messages that did not fit in its ring.
+void last_messages_of_a_failed_rank_arrive() {
+  auto transports = two();
+  const Bytes message(8000, std::byte{1});
+  int sent = 0;
+  for (; transports[0]->flushed(); ++sent) transports[0]->send_control(1, message);
+  std::thread leaves([&] { transports[0]->leave(false, "the test fails"); });
+  std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  Counts sink;
+  while (sink.losses == 0) transports[1]->progress(sink);
+  leaves.join();
+  CHECK(sink.controls == sent, join(sink.controls, " control messages of ", sent));
+}
+
 }  // namespace
 
 int main() {
@@ -85,5 +100,6 @@ int main() {
   a_rank_that_left_receives_nothing(/*graceful=*/true);
   a_rank_that_left_receives_nothing(/*graceful=*/false);
   control_messages_of_a_rank_that_left_arrive();
+  last_messages_of_a_failed_rank_arrive();
   return cgx::test::report();
 }

@@ -57,13 +57,35 @@ def test_thread_counts(
     assert len(few) == (threads != "1200"), warned
 
 
+DEVICES = 2 * len(os.sched_getaffinity(0))  # more than half as many as XLA has threads
+
+
+def run(program: str, **variables: str) -> "subprocess.CompletedProcess[str]":
+    environ = {name: x for name, x in os.environ.items() if "NPROC" not in name} | variables
+    command = [sys.executable, "-c", program + "; print(os.getenv('PJRT_NPROC'))"]
+    return subprocess.run(command, capture_output=True, text=True, timeout=100, env=environ)
+
+
 def test_import_after_first_use_of_devices() -> None:
     """Check that a warning names the remedies if XLA's threads exist already."""
-    devices = 2 * len(os.sched_getaffinity(0))
-    flags = {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
-    environ = {name: x for name, x in os.environ.items() if "NPROC" not in name} | flags
-    program = "import os, jax; jax.devices(); import cgx_ops.jax; print(os.getenv('PJRT_NPROC'))"
-    command = [sys.executable, "-c", program]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=100, env=environ)
+    flags = f"--xla_force_host_platform_device_count={DEVICES}"
+    ended = run("import os, jax; jax.devices(); import cgx_ops.jax", XLA_FLAGS=flags)
     assert ended.stdout == "None\n", ended
-    assert "Import cgx_ops.jax before the first use of JAX's devices" in ended.stderr
+    assert "import cgx_ops.jax or call" in ended.stderr
+
+
+@pytest.mark.parametrize("then", ["initialize()", "register()"])
+def test_number_of_devices_after_the_import(then: str) -> None:
+    """Check that initialize(), or the first collective, provides threads for them."""
+    option = f"jax.config.update('jax_num_cpu_devices', {DEVICES})"
+    ended = run(f"import os, jax, cgx_ops.jax; {option}; cgx_ops.jax.{then}")
+    assert ended.stdout == f"{2 * DEVICES}\n", ended
+    assert "threads" not in ended.stderr, ended
+
+
+def test_first_collective_after_the_number_of_devices() -> None:
+    """Check that a warning names the remedies if XLA's threads exist already."""
+    option = f"jax.config.update('jax_num_cpu_devices', {DEVICES})"
+    ended = run(f"import os, jax, cgx_ops.jax; {option}; jax.devices(); cgx_ops.jax.register()")
+    assert ended.stdout == "None\n", ended
+    assert "Set the number of devices, then import" in ended.stderr, ended

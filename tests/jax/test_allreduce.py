@@ -15,6 +15,7 @@ from jax import export, lax
 from support.jax_allreduce_cases import AUTO, STEPS, X, check, on_ranks, reduce, seed_on
 from support.jax_cases import SRA, expected, mesh_of, normal, on_mesh, same_bits, with_config
 
+import cgx_ops
 from cgx_ops import Communicator, Rules
 from cgx_ops.jax import allreduce_q
 
@@ -151,6 +152,25 @@ def test_one_rank_alone() -> None:
     assert same_bits(result["a"], x["a"])
     assert same_bits(result["b"], np.float32(1.5))
     assert not jax.make_jaxpr(allreduce_q)(x).effects
+
+
+@pytest.mark.parametrize("where", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_communicator_of_one_rank(where: Any) -> None:
+    """Check that values stay the same, that calls count, and that they end with close()."""
+    comm = Communicator.create(0, 1, lambda mine: [mine], "one rank")
+    x, residual = normal(0, 2, 1000)
+    step = where(lambda v: allreduce_q(v, comm, op="avg", bits=2))
+    assert same_bits(step(x), x)
+    result, kept = where(lambda v, r: allreduce_q(v, comm, residual=r))(x, residual)
+    assert same_bits(result, x + residual)
+    assert not np.asarray(kept).any()
+    assert where(jax.grad(lambda v: (2 * allreduce_q(v, comm)).sum()))(x)[0] == 2
+    jax.effects_barrier()
+    assert comm.collectives == 4
+    comm.close()
+    errors = (cgx_ops.Closed, jax.errors.JaxRuntimeError)
+    with pytest.raises(errors, match=r"closed.*Create another|trace the program again"):
+        jax.block_until_ready(step(x))
 
 
 def test_no_leaves() -> None:

@@ -309,6 +309,22 @@ def test_warm_up_that_ends_by_itself(grows: int, last: int) -> None:
     assert ended == last
 
 
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_automatic_warm_up_without_leaves(wrapped: bool) -> None:
+    """Train nothing: with an empty tree, and by optax.partition with other labels only."""
+    mesh = mesh_with(2)
+    optimizer: Any = adam(mesh, warmup_steps="auto", rules=None)
+    params: Any = {}
+    if wrapped:
+        parts: Any = {"trained": optimizer, "frozen": optax.set_to_zero()}
+        optimizer, params = optax.partition(parts, {"a": "frozen"}), {"a": WEIGHTS["a"]}
+    step = cases.program_of(optimizer, params, mesh, check_vma=not wrapped)
+    state: Any = cases.placed(optimizer, params, mesh)
+    for _ in range(2):
+        updates, state = step(params, state, jax.tree.map(lambda x: np.stack([x, x]), params))
+        assert not any(leaf.any() for leaf in jax.tree.leaves(fetch(updates)))
+
+
 def test_level_of_large_sums() -> None:
     """Check the carries of the sum of logarithms, which exceeds int32."""
     x = 1e37 * np.abs(normal(4, 2**20 + 77)) + 1e37

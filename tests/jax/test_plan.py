@@ -15,7 +15,7 @@ from support.launch import mpirun, threads
 
 from cgx_ops import Communicator, MismatchError
 from cgx_ops.jax import average_gradients, estimated_ready, numels_of, psum_q
-from cgx_ops.jax._src.collectives.plans import agree
+from cgx_ops.jax._src.collectives.plans import Planned, agree
 from cgx_ops.planner import Costs, Plan
 
 use_cpu_devices(8)
@@ -138,11 +138,11 @@ def test_agree_among_some_processes(monkeypatch: pytest.MonkeyPatch) -> None:
         own.world = world
         if rank == 1:
             return
-        agree.__wrapped__(PLAN, (0, 2))
+        agree.__wrapped__("jit_step", Planned(PLAN, (0, 2)))
         with pytest.raises(
             MismatchError, match=r"rank 0 has tensor 3 'dense.kernel' .*, rank 1 has .* 8 bits"
         ):
-            agree.__wrapped__(other if rank else PLAN, (0, 2))
+            agree.__wrapped__("jit_step", Planned(other if rank else PLAN, (0, 2)))
 
     threads(3, run, timeout=20)
 
@@ -161,8 +161,8 @@ def test_estimated_ready_times_follow_the_order_of_use() -> None:
 @pytest.mark.slow
 def test_different_plans_raise_at_compilation() -> None:
     for output in mpirun(2, "run_jax_plan.py", env={"CGX_TIMEOUT": "60"}, timeout=100):
-        compiled, agreed, sums = output.splitlines()[-3:]
-        for line in (compiled, agreed):
+        compiled, repeated, agreed, sums = output.splitlines()[-4:]
+        for line in (compiled, repeated, agreed):
             assert "ranks have different plans: rank 0 has tensor 1 'b'" in line
             assert "rank 1 has 'b' (2000 values, 4 bits, group 1)" in line
         assert float(compiled.split()[2]) < 30

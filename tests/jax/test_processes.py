@@ -174,7 +174,17 @@ def threads(devices: int, *names: str, marks: Sequence[pytest.MarkDecorator] = (
 
 
 @rank_checks(
-    threads(1, "names", "exported", "unnamed", "one_name"),
+    threads(
+        1,
+        "names",
+        "losses_in_blocks",
+        "exported",
+        "compiled_in_threads",
+        "main_thread_*",
+        "unnamed",
+        "names_beside_xla",
+        "one_name",
+    ),
     threads(2, "own_functions", "unnamed", "names_of_*", marks=[pytest.mark.slow]),
     threads(2, "one_function", marks=[pytest.mark.exhaustive]),
 )

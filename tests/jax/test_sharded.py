@@ -174,6 +174,20 @@ def test_arguments_are_those_of_jax_value_and_grad() -> None:
     assert jax.tree.structure(gradients) == jax.tree.structure(params)
 
 
+def test_auxiliary_results_that_are_equal_on_some_devices() -> None:
+    """Average over both data axes what varies over none, one or both of them."""
+    on = mesh_of((2, 2), ("x", "y"), jax.devices()[:4])
+
+    def fun(weight: jax.Array, rows: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
+        total, y = rows.sum(), lax.axis_index("y")
+        return weight * total + y, {"none": jnp.float32(3), "x": total, "both": total + y}
+
+    ours = value_and_grad(fun, ("x", "y"), has_aux=True, in_specs=(P(), P("x")), mesh=on, bits=32)
+    (value, aux), gradient = jax.jit(ours)(jnp.float32(2), np.array([1, 5], np.float32))
+    assert (float(value), float(gradient)) == (6.5, 3)
+    assert jax.tree.map(float, aux) == {"none": 3, "x": 3, "both": 3.5}
+
+
 @pytest.mark.parametrize("argnums", [-1, (-1,)])
 def test_arguments_may_be_counted_from_the_last(argnums: Any) -> None:
     on = mesh(4, 1)

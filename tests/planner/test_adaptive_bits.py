@@ -239,3 +239,11 @@ def test_mismatch_raises_on_all_ranks() -> None:
             AdaptiveBits(every=10 * (1 + rank)).agree(comm)
 
     threads(2, run)
+
+
+def test_most_bits_that_are_not_enough_change_once() -> None:
+    bits = AdaptiveBits(every=1, samples=1, alpha=0.5)
+    eight = Config(bits=8, rounding="nearest")  # half its error needs 9 bits
+    found = _fed(bits, [SPREAD] * (LAG + 6), config=eight)
+    assert found[-1] in ({}, dict.fromkeys(NAMES, 8))
+    assert bits.changes == 0

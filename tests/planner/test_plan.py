@@ -13,8 +13,10 @@ import pytest
 from support.launch import mpirun, threads
 
 from cgx_ops import Communicator, Config, InvalidArgument, MismatchError, Unsupported, __main__
+from cgx_ops._core.codec import encoded_bytes
 from cgx_ops.planner import Costs, Plan, measure, partition, ready_times, timeline
 from cgx_ops.planner.plot import draw
+from cgx_ops.planner.rates import message_bytes
 
 _COSTS = Costs(3e-5, 5e-10, 4e-4, 8e-9, 3e-5, 3e-10, 1e-4)
 _PLAN = Plan(("a", "b", "c"), (10, 20, 30), (4, 32, 2), ((0, 1), (2,)))
@@ -75,6 +77,16 @@ def test_groups_follow_from_the_bytes_of_a_rate() -> None:
     sizes = [math.ceil(1.3 * n / 8) for n in numels.values()]
     groups = partition(list(numels.values()), ready, sizes, _COSTS)
     assert [list(group) for group in plan.groups] == groups
+
+
+def test_bytes_are_those_of_both_messages_and_of_short_tensors() -> None:
+    four, eight = encoded_bytes(4096, Config(4)), encoded_bytes(4096, Config(8))
+    assert message_bytes(4096, Config(4, gather_bits=8)) == (four + eight) // 2
+    assert message_bytes(4096, Config(4, minimal_size=4096)) == four
+    assert message_bytes(4095, Config(4, minimal_size=4096)) == 4 * 4095
+    for config in (Config(4), Config(compressor="entropy"), Config(compressor="topk")):
+        assert message_bytes(15, config) == 4 * 15
+    assert message_bytes(15, Config(compressor="sign")) == 4  # whole words
 
 
 def test_measured_costs_of_a_rate_are_for_its_bytes() -> None:

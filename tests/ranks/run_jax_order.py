@@ -10,6 +10,7 @@ prints how many executables came from it.
 
 import argparse
 import threading
+import time
 
 import jax
 import numpy as np
@@ -27,7 +28,7 @@ from support.jax_cases import (
 import cgx_ops.jax
 from cgx_ops.jax._src.runtime.compat import dispatch
 
-COMPILATION_BEGINS = dispatch.BACKEND_COMPILE_EVENT
+COMPILATION = dispatch.BACKEND_COMPILE_EVENT
 
 
 def compile_extra(mesh: jax.sharding.Mesh, operand: jax.Array, program: str) -> None:
@@ -35,9 +36,17 @@ def compile_extra(mesh: jax.sharding.Mesh, operand: jax.Array, program: str) -> 
 
     Another thread compiles functions without collectives at the same time.
     """
-    other = threading.Thread(target=jax.monitoring.record_scalar, args=(COMPILATION_BEGINS, 0.0))
+    begun = threading.Event()
+
+    def compile_something() -> None:
+        jax.monitoring.record_scalar(COMPILATION, 0.0)
+        begun.set()
+        time.sleep(0.5)
+        jax.monitoring.record_event_duration_secs(COMPILATION, 0.5)
+
+    other = threading.Thread(target=compile_something)
     other.start()
-    other.join()
+    begun.wait()
     for _ in range(2):
         on_mesh(mesh, PROGRAMS[program]).lower(operand).compile()
         jax.clear_caches()
@@ -47,6 +56,7 @@ def compile_extra(mesh: jax.sharding.Mesh, operand: jax.Array, program: str) -> 
         return PROGRAMS[program](x) + 1
 
     on_mesh(mesh, on_device).lower(operand).compile()
+    other.join()
 
 
 def main() -> None:

@@ -1,9 +1,13 @@
 """Check processes with different plans: the error of a compiled step, and of agree().
 
-Prints both errors, the first one after its delay in seconds. Then runs a step with equal plans.
+Before, process 0 alone lowers a step, for instance to count its operations. Prints both errors, the
+first one after its delay in seconds. Then compiles and runs steps with equal plans, two of them in
+threads, in another order on process 1.
 """
 
 import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import jax
 import numpy as np
@@ -26,21 +30,35 @@ tree = {
 }
 
 
-def step(fuse: Plan) -> object:
+def step(fuse: Plan, name: str = "step") -> Any:
     def body(t: object) -> object:
         return cgx_ops.jax.psum_q(t, "d", fuse=fuse)
 
-    mapped = jax.shard_map(body, mesh=mesh, in_specs=P("d"), out_specs=P())
-    return jax.block_until_ready(jax.jit(mapped)(tree))
+    body.__name__ = name
+    return jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P("d"), out_specs=P()))
 
 
+one = Plan(plan.names, plan.numels, plan.bits, ((0, 1, 2),))
+if cgx_ops.rank() == 0:
+    step(one, "alone").lower(tree).cost_analysis()
+different = step(plan)
 start = time.perf_counter()
-for call in (lambda: step(plan), lambda: plan.agree(cgx_ops.init())):
+for call in (
+    lambda: jax.block_until_ready(different(tree)),
+    lambda: different(tree),
+    lambda: plan.agree(cgx_ops.init()),
+):
     try:
         call()
     except cgx_ops.MismatchError as error:
         print(f"error after {time.perf_counter() - start:.1f} s: {error}")
 same = Plan(plan.names, plan.numels, plan.bits, ((0, 1), (2,)))
-step(same)
-sums = step(same)  # plans are compared once
+lowered = [step(one, "one").lower(tree), step(same, "two").lower(tree)]
+order = 1 if cgx_ops.rank() == 0 else -1
+with ThreadPoolExecutor(2) as pool:
+    compiled = list(pool.map(lambda program: program.compile(), lowered[::order]))
+for program in compiled[::order]:
+    jax.block_until_ready(program(tree))
+jax.block_until_ready(step(same)(tree))
+sums = step(same)(tree)  # plans are compared once
 print("sums", sorted({float(x) for leaf in jax.tree.leaves(sums) for x in np.unique(leaf)}))

@@ -13,9 +13,10 @@ with another thread's gives a wrong result. Every case prints "ok" and its name 
 
 import sys
 import threading
+import warnings
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
-from functools import partial
+from functools import cache, partial
 
 import checks
 import jax
@@ -39,6 +40,7 @@ from support.jax_cases import (
 
 import cgx_ops
 import cgx_ops.jax
+from cgx_ops._core import user_warnings
 from cgx_ops.jax import launching, psum_q
 from cgx_ops.jax._src.runtime.compat import gather_from_processes
 
@@ -116,6 +118,41 @@ def names() -> None:
     in_threads(work)
 
 
+def losses_in_blocks() -> None:
+    """Compute the mean loss of all processes, which XLA's own collective does, in two threads.
+
+    A loop precedes the mean, in thread 0 on process 0 and in thread 1 on the others. So the order
+    of the two means would differ between processes if programs of two threads ran concurrently.
+    """
+    together = threading.Barrier(2, timeout=60)
+    weights = spread(MESH, normal(6, 100), P())
+
+    def work(thread: int) -> None:
+        batch = operand_of(np.full((MESH.size, 4096), thread, np.float32))
+        slow = [(process == 0) == (thread == 0) for process in range(SIZE)]
+        rounds = operand_of(np.repeat(np.where(slow, 2000, 0), DEVICES))
+        for _ in range(3):
+            together.wait()
+            with launching(f"thread {thread}"):
+                loss, _ = loss_step()(weights, batch, rounds)
+            assert float(loss) == thread, (float(loss), thread)
+
+    with ThreadPoolExecutor(2) as pool:
+        for future in [pool.submit(work, thread) for thread in range(2)]:
+            future.result()
+
+
+@cache
+def loss_step() -> Callable[..., tuple[jax.Array, jax.Array]]:
+    def loss_of(w: jax.Array, batch: jax.Array, rounds: jax.Array) -> jax.Array:
+        zero = jax.lax.fori_loop(0, rounds[0], lambda _, y: jnp.sin(y), 0 * batch)
+        return (0 * w).sum() + (batch + zero).mean()
+
+    gradient_of = cgx_ops.jax.value_and_grad(loss_of, "d", name="loss")
+    in_specs = (P(), P("d"), P("d"))
+    return jax.jit(jax.shard_map(gradient_of, mesh=MESH, in_specs=in_specs, out_specs=P()))
+
+
 def exported() -> None:
     """Check that calls match across programs that load what process 0 exported."""
     x = normal(5, MESH.size, 3000)
@@ -136,35 +173,113 @@ def exported() -> None:
         pool.submit(work).result()
 
 
+def main_thread_outside_of_blocks() -> None:
+    """Check that a warning names the remedy if another thread launches, too, and is alive."""
+    x = normal(7, MESH.size, 3000)
+
+    def launch(times: int) -> None:
+        step = on_mesh(MESH, lambda v: times * psum_q(v, "d", config=SRA))
+        check(step(operand_of(x)), times * expected(x))
+
+    def in_block(times: int) -> None:
+        with launching("another thread"):
+            launch(times)
+
+    launch(1)
+    for in_main in (launch, in_block):
+        with ThreadPoolExecutor(1) as pool, warnings.catch_warnings(record=True) as warned:
+            user_warnings.forget()
+            pool.submit(in_block, 2).result()
+            in_main(3)
+            in_main(4)
+        (warning,) = warned
+        assert "outside of a block" in str(warning.message), warning
+        assert "cgx_ops.jax.launching(" in str(warning.message), warning
+    with warnings.catch_warnings(record=True) as warned:
+        user_warnings.forget()
+        launch(5)
+    assert not warned, warned
+
+
+def compiled_in_threads() -> None:
+    """Check that calls match if other threads compile the programs, in another order on rank 0.
+
+    The two programs differ only in the size of the batch, so their calls have equal names.
+    """
+
+    def body(batch: jax.Array) -> jax.Array:
+        return psum_q(batch[0], "d", config=SRA)
+
+    for threads in (1, 2):
+        batches = [operand_of(normal(8, MESH.size, n, 3000)) for n in (threads, threads + 2)]
+        lowered = [on_mesh(MESH, body).lower(batch) for batch in batches]
+        order = lowered if RANK else lowered[::-1]
+        with ThreadPoolExecutor(threads) as pool:
+            compiled = list(pool.map(lambda program: program.compile(), order))
+        for program, batch in zip(compiled if RANK else compiled[::-1], batches, strict=True):
+            check(program(batch), expected(normal(8, *batch.shape)[:, 0]))
+
+
 # ---- 2. errors on all processes ------------------------------------------------------------------
 
 
-def refused(name: str, remedies: list[str]) -> None:
-    """Launch one function without blocks: all threads get an error and continue."""
-    x = normal(2, MESH.size, 3000)
-    step = on_mesh(MESH, lambda v: psum_q(v, "d", config=SRA, name=name))
+def refused(step: Callable[[], object], remedies: list[str], others: tuple[str, ...] = ()) -> None:
+    """Launch one function without blocks: all threads get an error and continue.
+
+    Args:
+        step: The launch.
+        remedies: Texts that the error contains.
+        others: Texts that it does not contain.
+    """
 
     def work(_: int) -> None:
         try:
-            step(operand_of(x))
+            step()
         except RuntimeError as error:
             missing = [remedy for remedy in remedies if remedy not in str(error)]
+            found = [other for other in others if other in str(error)]
             assert not missing, (missing, str(error))
+            assert not found, (found, str(error))
         else:
             raise AssertionError("nothing was refused")
 
     in_threads(work)
-    check(step(operand_of(x)), expected(x))
+    step()
+
+
+def refused_sum(name: str, remedies: list[str]) -> None:
+    x = normal(2, MESH.size, 3000)
+    step = on_mesh(MESH, lambda v: psum_q(v, "d", config=SRA, name=name))
+    refused(lambda: check(step(operand_of(x)), expected(x)), remedies)
 
 
 def unnamed() -> None:
     remedies = ["cgx_ops.jax.launching("]
-    refused("", [*remedies, "(name=)"] if DEVICES == 1 else remedies)
+    refused_sum("", [*remedies, "(name=)"] if DEVICES == 1 else remedies)
+
+
+def names_beside_xla() -> None:
+    """Check that a name does not help where XLA's own collective averages the loss."""
+    weights = spread(MESH, normal(6, 100), P())
+    batch = operand_of(np.ones((MESH.size, 8), np.float32))
+
+    def loss_of(w: jax.Array, batch: jax.Array) -> jax.Array:
+        return (0 * w).sum() + batch.mean()
+
+    in_specs = (P(), P("d"))
+    inside = jax.shard_map(
+        cgx_ops.jax.value_and_grad(loss_of, "d", name="inside"),
+        mesh=MESH, in_specs=in_specs, out_specs=P(),
+    )  # fmt: skip
+    around = cgx_ops.jax.value_and_grad(loss_of, "d", in_specs=in_specs, mesh=MESH, name="around")
+    for gradient_of in (inside, around):
+        step = jax.jit(gradient_of)
+        refused(lambda f=step: f(weights, batch), ["cgx_ops.jax.launching("], ("(name=)",))
 
 
 def names_of_several_devices() -> None:
     """Check that names do not help: XLA runs such programs in launch order, one after another."""
-    refused("given", ["cgx_ops.jax.launching("])
+    refused_sum("given", ["cgx_ops.jax.launching("])
 
 
 def names_of_blocks() -> None:
@@ -225,7 +340,8 @@ def one_name() -> None:
 
 checks.run(
     checks.named(
-        own_functions, one_function, names, exported, unnamed, names_of_several_devices,
+        own_functions, one_function, names, losses_in_blocks, exported, compiled_in_threads,
+        main_thread_outside_of_blocks, unnamed, names_beside_xla, names_of_several_devices,
         names_of_blocks, one_name,
     ),
     sys.argv[2:],

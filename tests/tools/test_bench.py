@@ -281,8 +281,19 @@ def test_peers_that_cannot_run_are_left_out(monkeypatch: pytest.MonkeyPatch) -> 
     assert {"mpi", "numpy"} <= set(names)
     assert not [name for name in names if PEERS[name].needs == "torch"]
     assert any(note.startswith("gloo is left out: ") for note in notes)
-    with pytest.raises(ImportError):
-        allreduce._available(["mpi", "gloo"])
+    problem = allreduce._problem(_options("bench", "--peers", "mpi", "gloo"))
+    assert problem.startswith("--peers: ") and "torch" in problem
+
+
+def test_variables_that_are_not_accepted_raise_no_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def init() -> None:
+        raise cgx_ops.InvalidArgument("CGX_COMPRESSION_QUANTIZATION_BITS is 9")
+
+    monkeypatch.setattr(cgx_ops, "init", init)
+    assert allreduce.run(_options("bench")) == 2
+    assert "bench: CGX_COMPRESSION_QUANTIZATION_BITS is 9" in capsys.readouterr().err
 
 
 def test_missing_mpi4py_names_the_remedy(
@@ -497,6 +508,8 @@ def test_missing_verdict_names_the_remedy() -> None:
         (("--plot", "times"), "--plot: the file name 'times' has no ending: end it with .png"),
         (("--plot", "times.foo"), "cannot write the format '.foo' of the file name 'times.foo'"),
         (("--plot", "/dev/null/times.png"), "--plot: "),
+        (("--json", "/dev/null/times.json"), "--json: "),
+        (("--json", "/"), "--json: "),
     ],
 )
 def test_invalid_requests_raise_before_measuring(arguments: tuple[str, ...], remedy: str) -> None:

@@ -81,30 +81,23 @@ CommunicatorRef make_world() {
                  timeout);
 }
 
-void add(const Communicator& communicator, Traffic* traffic) {
-  const Totals totals = communicator.totals();
-  traffic->add(totals.collectives, totals.bytes_in, totals.bytes_plain, communicator.bytes_sent());
-}
-
-void forget(const Communicator& communicator) {
-  add(communicator, &Traffic::closed());
-  if (communicator.failed()) job_failed = true;
-}
-
-void close(Communicator& communicator) {
-  communicator.close();
-  forget(communicator);
-}
-
-// Removes a communicator, and lets `how` close it.
-void end(int32_t id, const std::function<void(Communicator&)>& how) {
+// Lets `how` close a communicator that was removed from the registry.
+void end(int32_t id, const CommunicatorRef& communicator,
+         const std::function<void(Communicator&)>& how) {
   struct Closed {
-    ~Closed() { Registry::instance().closed(id); }
+    ~Closed() {
+      if (communicator.failed()) job_failed = true;
+      Registry::instance().closed(id);
+    }
     int32_t id;
+    const Communicator& communicator;
   };
-  const CommunicatorRef communicator = Registry::instance().remove(id);
-  const Closed closed{id};
+  const Closed closed{id, *communicator};
   how(*communicator);
+}
+
+void close(int32_t id, const CommunicatorRef& removed) {
+  end(id, removed, [](Communicator& communicator) { communicator.close(); });
 }
 
 int64_t nanoseconds(Clock::duration time) {
@@ -147,8 +140,12 @@ cgx_status_t cgx_finalize(void) {
   if (forked) return CGX_OK;
   return guarded([] {
     const std::lock_guard lock(init_mutex);
-    for (const auto& communicator : Registry::instance().remove_all()) close(*communicator);
-    if (Mpi* const mpi = opened_mpi()) mpi->finish(!job_failed, timeout_or_default(0));
+    auto& registry = Registry::instance();
+    for (const auto& [id, communicator] : registry.remove_all()) close(id, communicator);
+    const auto timeout = timeout_or_default(0);
+    // Other threads may still close communicators, and use MPI.
+    const bool all_closed = registry.wait_closed(timeout);
+    if (Mpi* const mpi = opened_mpi()) mpi->finish(all_closed && !job_failed, timeout);
   });
 }
 
@@ -258,11 +255,9 @@ cgx_status_t cgx_comm_info(int32_t comm, cgx_comm_info_t* info) {
 cgx_status_t cgx_traffic(cgx_traffic_t* traffic) {
   return guarded([&] {
     check_struct(traffic, "cgx_traffic_t");
-    Traffic open;
-    for (const auto& communicator : Registry::instance().all()) add(*communicator, &open);
     *traffic = {traffic->struct_size, 0, 0, 0, 0};
-    for (const Traffic* each : {&open, &Traffic::closed(), &Traffic::carried()})
-      each->add_to(traffic);
+    Registry::instance().add_traffic(traffic);
+    Traffic::carried().add_to(traffic);
   });
 }
 
@@ -271,16 +266,14 @@ cgx_status_t cgx_comm_find_lost(int32_t comm, double seconds) {
 }
 
 cgx_status_t cgx_comm_close(int32_t comm) {
-  return guarded([&] { end(comm, [](Communicator& communicator) { close(communicator); }); });
+  return guarded([&] { close(comm, Registry::instance().remove(comm)); });
 }
 
 cgx_status_t cgx_comm_abort(int32_t comm, const char* reason) {
   return guarded([&] {
     require(reason != nullptr, CGX_INVALID_ARGUMENT, "reason is NULL: pass a text");
-    end(comm, [&](Communicator& communicator) {
-      communicator.abort(reason);
-      forget(communicator);
-    });
+    end(comm, Registry::instance().remove(comm),
+        [&](Communicator& communicator) { communicator.abort(reason); });
   });
 }
 

@@ -103,9 +103,10 @@ void Engine::take(int source, Header header) {
   require(header.turn == due, CGX_PEER_FAILED, "rank ", source, " sent the header of collective ",
           header.key, " with number ", header.turn, ", but number ", due,
           " is due: a header was lost, duplicated or reordered");
-  require(header.serial - last_serial_[source] - 1 < kSerials / 2, CGX_PEER_FAILED, "rank ", source,
-          " sent the header of collective ", header.key, " with serial ", header.serial, " after ",
-          last_serial_[source]);
+  // Numbers of collectives among other ranks are left out.
+  require(header.serial - last_serial_[source] - 1 < UINT32_MAX / 2, CGX_PEER_FAILED, "rank ",
+          source, " sent the header of collective ", header.key, " with serial ", header.serial,
+          " after ", last_serial_[source]);
   last_serial_[source] = header.serial;
   Uses& uses = uses_[header.key];
   for (const CollectiveRef& collective : uses.open)
@@ -126,7 +127,7 @@ void Engine::match(const CollectiveRef& ref, int source, Header header) {
   if (--collective.missing_headers != 0) return;
   const auto found = uses_.find(collective.key);
   auto& open = found->second.open;
-  open.erase(open.begin());  // the oldest: later ones lack at least this header
+  std::erase(open, ref);
   if (open.empty() && found->second.early.empty()) uses_.erase(found);
   if (!refused) agree(collective);
 }

@@ -115,8 +115,10 @@ void Engine::require_peers(Clock::duration at_most) {
 template <typename Done>
 void Engine::wait_until(Done&& done, std::optional<Clock::time_point> limit) {
   std::unique_lock lock(mutex_);
-  while (!done() && !(limit && Clock::now() >= *limit)) {
+  while (!done()) {
+    const bool over = limit && Clock::now() >= *limit;
     if (role_taken_ || stop_) {  // close() ends the rest
+      if (over) return;
       if (limit)
         changed_.wait_until(lock, *limit);
       else
@@ -125,9 +127,13 @@ void Engine::wait_until(Done&& done, std::optional<Clock::time_point> limit) {
     }
     role_taken_ = true;
     lock.unlock();
-    drive([&] { return done() || stop_ || (limit && now_ >= *limit); });
+    if (over)
+      progress();  // peers may wait for the header of a new collective
+    else
+      drive([&] { return done() || stop_ || (limit && now_ >= *limit); });
     lock.lock();
     give_role();
+    if (over) return;
   }
 }
 

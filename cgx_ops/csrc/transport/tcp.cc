@@ -166,8 +166,9 @@ class TcpTransport : public Transport, private Arrival::Release {
     std::deque<Outgoing> queue;
     size_t written = 0;  // bytes of the first message in the queue
     bool awaits_room = false;
-    bool broken = false;  // cannot be written; the end has not been read yet
-    bool lost = false;    // or never connected
+    bool broken = false;   // cannot be written; the end has not been read yet
+    bool garbled = false;  // sent something malformed: the rest is read and discarded
+    bool lost = false;     // or never connected
   };
 
   // ---- events
@@ -239,13 +240,16 @@ class TcpTransport : public Transport, private Arrival::Release {
     watch_room(link, false);
   }
 
-  // Drops messages of failed collectives, unless they are partly written. Returns false if nothing
-  // is left.
+  // Drops the messages of failed collectives once the first of them is not partly written. All
+  // messages of a collective are dropped at once, because the peer would miss those between.
+  // Returns false if nothing is left.
   bool drop_given_up(Link& link) {
-    while (!link.queue.empty() && link.written == 0 && link.queue.front().state &&
-           link.queue.front().state->given_up()) {
-      settle(rank_of(link), link.queue.front());
-      link.queue.pop_front();
+    while (!link.queue.empty() && link.written == 0) {
+      const std::shared_ptr<SendState> state = link.queue.front().state;
+      if (!state || !state->given_up()) break;
+      for (const Outgoing& message : link.queue)
+        if (message.state == state) settle(rank_of(link), message);
+      std::erase_if(link.queue, [&](const Outgoing& each) { return each.state == state; });
     }
     return !link.queue.empty();
   }
@@ -287,12 +291,12 @@ class TcpTransport : public Transport, private Arrival::Release {
   void read(int peer, Sink& sink) {
     Link& link = links_[peer];
     for (size_t taken = 0; taken < kReadAtOnce && !link.lost;) {
-      const std::span<std::byte> room = link.reader.room();
+      const std::span<std::byte> room = link.garbled ? std::span(garbage_) : link.reader.room();
       const ssize_t got = recv(link.socket.fd().get(), room.data(), room.size(), 0);
       if (got < 0 && errno == EINTR) continue;
       if (got < 0 && errno == EAGAIN) return;
       if (got <= 0) return lose(peer, Loss::kDied, end_of(got, errno), sink);
-      link.reader.filled(static_cast<size_t>(got));
+      if (!link.garbled) link.reader.filled(static_cast<size_t>(got));
       while (auto frame = next_frame(peer)) deliver(peer, std::move(*frame), sink);
       if (static_cast<size_t>(got) < room.size()) return;  // no more is available
       taken += static_cast<size_t>(got);
@@ -300,10 +304,15 @@ class TcpTransport : public Transport, private Arrival::Release {
   }
 
   std::optional<FrameReader::Frame> next_frame(int peer) {
-    if (links_[peer].lost) return std::nullopt;
+    Link& link = links_[peer];
+    if (link.lost || link.garbled) return std::nullopt;
     try {
-      return links_[peer].reader.next();
+      auto frame = link.reader.next();
+      require(!frame || frame->header.kind != FrameHeader::kBye || !frame->payload.empty(),
+              CGX_PEER_FAILED, "a last message without content");
+      return frame;
     } catch (const Error& error) {
+      link.garbled = true;
       fail(error.status(), "rank ", peer, " sent ", error.what());
     }
   }
@@ -323,8 +332,6 @@ class TcpTransport : public Transport, private Arrival::Release {
     } else if (header.kind == FrameHeader::kControl) {
       sink.on_control(peer, frame.payload);
     } else {
-      require(!frame.payload.empty(), CGX_PEER_FAILED, "rank ", peer,
-              " sent a last message without content");
       const std::string reason(reinterpret_cast<const char*>(frame.payload.data()) + 1,
                                frame.payload.size() - 1);
       lose(peer, frame.payload[0] == std::byte{1} ? Loss::kLeft : Loss::kGaveUp, reason, sink);
@@ -348,7 +355,8 @@ class TcpTransport : public Transport, private Arrival::Release {
   std::atomic<bool> rung_{false};
   std::vector<Link> links_;  // by rank
   std::array<epoll_event, 64> ready_;
-  int events_ = 0;  // ready and not handled yet
+  int events_ = 0;                       // ready and not handled yet
+  std::array<std::byte, 4096> garbage_;  // read from garbled connections
   std::unordered_map<uint64_t, std::shared_ptr<std::byte>> held_;
   uint64_t next_token_ = 0;
   bool left_ = false;
@@ -369,7 +377,9 @@ class TcpConnector : public Connector {
                                      const Reach& reach) override {
     std::vector<TcpOffer> all;
     for (const Bytes& offer : offers) all.push_back(TcpOffer::read(offer));
-    const auto at_most = std::min<std::chrono::duration<double>>(reach.at_most, kLongestRendezvous);
+    // Half of the time is left for the ranks to exchange their results: some fail at once.
+    const auto at_most =
+        std::min<std::chrono::duration<double>>(reach.at_most / 2, kLongestRendezvous);
     // Detects a vanished host before the collectives' own deadline.
     return std::make_unique<TcpTransport>(rank_, rendezvous_.connect(all, {reach.ranks, at_most}),
                                           reach.timeout / 2);

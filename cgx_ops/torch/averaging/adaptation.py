@@ -14,7 +14,6 @@ import numpy as np
 import torch
 
 from cgx_ops import Communicator, Config, Request, Rules, Segment
-from cgx_ops._core import tables
 from cgx_ops._core.codec import statistic_at
 from cgx_ops._core.tables import EXACT_BITS
 from cgx_ops.planner.adaptive import LAG, AdaptiveBits, Sample
@@ -116,8 +115,7 @@ class Adaptation:
         lost = residuals or [None] * len(layers)
         for layer, segment, runs, residual in zip(layers, segments, gradients, lost, strict=True):
             config = segment.config or self._config
-            smallest = max(tables.SMALLEST_COMPRESSED, config.minimal_size)
-            if runs[0].numel() >= smallest and self._is_free(layer):
+            if not config.is_short(runs[0].numel()) and self._is_free(layer):
                 how = self._adaptive.measured_by(config)
                 pairs = zip(runs, residual or [None] * len(runs), strict=True)
                 found = sum(_statistic(values, e, how) for values, e in pairs)

@@ -83,4 +83,4 @@ def _reason(config: Config, segment: Segment) -> str:
     if config.bits == EXACT_BITS:
         return "exact, its bits are 32"
     smallest = max(SMALLEST_COMPRESSED, config.minimal_size)
-    return f"exact, fewer than {smallest} elements" if segment.numel < smallest else ""
+    return f"exact, fewer than {smallest} elements" if config.is_short(segment.numel) else ""

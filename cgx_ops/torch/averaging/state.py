@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 
 from cgx_ops import Communicator, Config, Rules, Segment
-from cgx_ops._core import tables
 from cgx_ops._core.call import call_seed
 from cgx_ops._core.refusal import reason_of, refuse
 from cgx_ops.config import require_feedback
@@ -281,8 +280,7 @@ class AveragingState:
         keeps = []
         for segment in segments:
             own = segment.config or config
-            smallest = max(tables.SMALLEST_COMPRESSED, own.minimal_size)
-            keeps.append(own.keeps_residuals and segment.numel >= smallest)
+            keeps.append(own.keeps_residuals and not own.is_short(segment.numel))
         if not any(keeps):
             return None
         self.residuals.claim(*self.place)

@@ -135,9 +135,11 @@ def allreduce_q(
             "its own program: use carrier='native', or psum_q in a jax.shard_map"
         )
     _refuse_meshes()
-    comm = _checked_communicator(comm)
+    found = _checked_communicator(comm)
     options.warn_of_unmatched(x)
-    total, lost = reduce_tree(options, x, residual, Ranks(comm.name, comm.size), op)
+    # The user may close `comm`, and then give its name to another group.
+    ranks = Ranks(found.name, found.size, sends_alone=comm is not None)
+    total, lost = reduce_tree(options, x, residual, ranks, op)
     return total if residual is None else (total, lost)
 
 
@@ -205,6 +207,7 @@ class Ranks:
 
     comm: str
     size: int
+    sends_alone: bool = False
     axes: tuple[Hashable, ...] = ()
     effects: ClassVar[set[compat.Effect]] = {_in_order}
     functions: ClassVar[dict[Verb, str]] = {"allreduce": "allreduce_q"}

@@ -52,7 +52,9 @@ def each_leaf(options: Options, x: Any, axis_name: Axes, one: Any) -> Any:
         leaf, config = checked_leaf(caller, path, given), options.of(path, given)
         check_index_key(caller, options.key, [config], groups.axes)
         called = name_of(name, index, len(paths_and_leaves))
-        settings = Settings(options.verb, "sum", groups, (config,), called)
+        settings = Settings(
+            options.verb, "sum", groups, (config,), called, uses_xla=options.uses_xla
+        )
         results.append(one(leaf, settings, seeds.of(index, leaf)))
     return jax.tree_util.tree_unflatten(tree, results)
 

@@ -23,7 +23,7 @@ from cgx_ops._core import tables
 from cgx_ops.jax._src.collectives import carrier
 from cgx_ops.jax._src.collectives.calls import parted
 from cgx_ops.jax._src.collectives.options import refuse_on_gpus
-from cgx_ops.jax._src.collectives.plans import agree
+from cgx_ops.jax._src.collectives.plans import Planned, agree
 from cgx_ops.jax._src.collectives.primitive import (
     Settings,
     Verb,
@@ -50,6 +50,7 @@ class MeshGroups:
 
     axes: tuple[Hashable, ...]
     size: int
+    sends_alone: bool = False
     effects: ClassVar[set[compat.Effect]] = set()
     functions: ClassVar[dict[Verb, str]] = {
         "allreduce": "psum_q", "reduce_scatter": "psum_scatter_q", "all_gather": "all_gather_q",
@@ -224,7 +225,6 @@ def _attributes(
         names_suffice: Whether threads that launch at the same time may name their calls instead.
         devices: The device id of each partition, if the handler identifies devices by it.
     """
-    handlers.note_collective()
     attributes = {
         **message_attributes(ctx, settings),
         "groups": groups.reshape(-1),
@@ -236,8 +236,11 @@ def _attributes(
     if processes is not None:
         attributes["processes"] = np.asarray(processes, np.int64)
         if settings.plan is not None:
-            agree(settings.plan, tuple(sorted(set(processes))))
-        launched_by = launcher(named=bool(settings.name), names_suffice=names_suffice)
+            planned = Planned(settings.plan, tuple(sorted(set(processes))))
+            handlers.check_before_compilation(compat.module_name(ctx), agree, planned)
+        launched_by = launcher(
+            named=bool(settings.name), names_suffice=names_suffice and not settings.uses_xla
+        )
     call = settings.name or _call_id(ctx, settings, attributes)
     attributes["call"] = f"{launched_by}/{call}" if launched_by else call
     attributes["named"] = np.int64(bool(settings.name or launched_by))

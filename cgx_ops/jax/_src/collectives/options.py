@@ -9,7 +9,7 @@ import contextlib
 import functools
 from collections.abc import Hashable, Iterable, Iterator
 from ctypes import byref
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import jax
@@ -46,6 +46,8 @@ class Options:
         fuse: Whether leaves of a dtype share messages; or a plan.
         carrier: Which transport sends messages: cgx's own, or XLA's collectives.
         verb: The collective.
+        uses_xla: Whether the caller also adds XLA's own collectives, which names do not
+            distinguish.
     """
 
     caller: str
@@ -56,6 +58,7 @@ class Options:
     fuse: bool | Plan
     carrier: Carrier
     verb: Verb
+    uses_xla: bool = field(default=False, kw_only=True)
 
     def of(self, path: Any, leaf: Any) -> Config:
         """Return the Config of a leaf, by its path in the tree and its shape."""

@@ -8,7 +8,7 @@
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -162,22 +162,36 @@ def _in_parts(sizes: Sequence[int]) -> Sequence[int]:
 # ---- 3. comparison -----------------------------------------------------------------------------
 
 
+class Planned(NamedTuple):
+    """The plan of a call in a program.
+
+    Attributes:
+        plan: The plan.
+        processes: JAX's indices of the mesh's processes, in order.
+    """
+
+    plan: Plan
+    processes: tuple[int, ...]
+
+
 @functools.cache
-def agree(plan: Plan, processes: tuple[int, ...]) -> None:
-    """Require that all processes of a program have the same plan, at its first compilation.
+def agree(program: str, planned: Planned) -> None:
+    """Require that all processes of a program have the same plan, when they compile it.
+
+    A lowering must not compare: one process may lower a program that it does not run.
 
     Args:
-        plan: The plan of a call in the program.
-        processes: JAX's indices of the mesh's processes, in order. Each of them calls this
-            function.
+        program: The name of its module. Programs that threads compile at the same time need
+            different names.
+        planned: The plan of a call in the program. Each of its processes calls this function.
 
     Raises:
         MismatchError: On all of them. It names the first leaf that differs.
     """
-    everyone = world()
+    plan, processes = planned
+    everyone, name = world(), f"cgx_ops.jax._src.collectives.plans/{program}"
     if processes == tuple(range(everyone.size)):
-        plan.agree(everyone)
+        plan.agree(everyone, name=name)
         return
-    name = f"cgx_ops.jax._src.collectives.plans/{','.join(map(str, processes))}"
-    with everyone.group(processes, name=name) as some:
+    with everyone.group(processes, name=f"{name}/{','.join(map(str, processes))}") as some:
         plan.agree(some)

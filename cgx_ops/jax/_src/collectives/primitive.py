@@ -51,6 +51,8 @@ class Groups(Protocol):
     Attributes:
         axes: The mesh axes along which they lie; () for a communicator.
         size: The number of members of each group.
+        sends_alone: Whether a group of one member makes the call, too, so that it fails if the
+            communicator is closed.
         effects: JAX's effects of a call.
         functions: The public name of each collective, for errors and targets.
     """
@@ -62,6 +64,8 @@ class Groups(Protocol):
     def axes(self) -> tuple[Hashable, ...]: ...
     @property
     def size(self) -> int: ...
+    @property
+    def sends_alone(self) -> bool: ...
 
     def call_text(self, verb: Verb, name: str, *, indices: bool = False) -> str:
         """Return the text that gives calls with one key different seeds.
@@ -108,6 +112,7 @@ class Settings:
         feedback: Whether leaves have residuals; of allreduce only.
         plan: The plan by which these leaves share a message, if there is one.
         overlaps: Whether results are in the leaves' buffers, as overlap.py needs it.
+        uses_xla: Whether the caller also adds XLA's own collectives.
     """
 
     verb: Verb
@@ -119,6 +124,7 @@ class Settings:
     feedback: bool = False
     plan: Plan | None = None
     overlaps: bool = False
+    uses_xla: bool = False
 
     @property
     def row(self) -> dict[str, Any]:

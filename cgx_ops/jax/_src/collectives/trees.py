@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 
 from cgx_ops._core import log
-from cgx_ops._core.tables import SMALLEST_COMPRESSED
 from cgx_ops.config import Config
 from cgx_ops.jax._src.collectives.keys import CallSeeds
 from cgx_ops.jax._src.collectives.options import (
@@ -179,6 +178,7 @@ def reduce_tree(
             name_of(options.name, message[0].place, len(messages)),
             options.carrier if groups.size > 1 else "native", feedback=keeps,
             plan=options.fuse if isinstance(options.fuse, Plan) else None, overlaps=overlaps,
+            uses_xla=options.uses_xla,
         )  # fmt: skip
         xs = [leaf.x.reshape(1, -1) for leaf in message]
         if overlaps:
@@ -209,18 +209,18 @@ def _report(groups: Groups, options: Options, leaves: list[Leaf]) -> None:
     here = processes.place()
     if here.rank > 0:
         return
-    exact = [
-        leaf.config.is_exact or leaf.x.size < max(SMALLEST_COMPRESSED, leaf.config.minimal_size)
-        for leaf in leaves
-    ]
+    exact = [leaf.config.is_exact or leaf.config.is_short(leaf.x.size) for leaf in leaves]
     transport = "XLA's collectives" if options.carrier == "xla" else here.transport
     tensors = log.Tensors(len(exact), sum(exact))
     log.started("JAX", "JAX", options.config, groups.size, transport, tensors)
 
 
 def sends(groups: Groups, config: Config) -> bool:
-    """Return whether a leaf goes through the core. In a group of one device only a vote does."""
-    return groups.size > 1 or is_vote(config)
+    """Return whether a leaf goes through the core.
+
+    In a group of one, only votes do, and all leaves on a communicator that the user gave.
+    """
+    return groups.size > 1 or groups.sends_alone or is_vote(config)
 
 
 def name_of(name: str, index: int, messages: int) -> str:

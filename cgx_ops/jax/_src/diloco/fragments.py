@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from cgx_ops._core import tables
 from cgx_ops.config import Config
 from cgx_ops.jax._src.collectives.mesh_groups import Axes, mesh_groups, require_own_messages
 from cgx_ops.jax._src.collectives.options import Options, name_of_leaf
@@ -183,8 +182,7 @@ class Method:
         def sent_values(
             config: Config, d: jax.Array, e: jax.Array | None, kept: Any
         ) -> jax.Array | None:
-            small = d.size < max(tables.SMALLEST_COMPRESSED, config.minimal_size)
-            if e is None or small or config.is_exact:
+            if e is None or config.is_short(d.size) or config.is_exact:
                 return None
             # A value that is not sent stays whole: it is the core's d + e. XLA's may differ by the
             # rounding of e's decay and of the sum, each at most 2^-24 of |d| + |e|.

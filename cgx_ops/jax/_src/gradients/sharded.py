@@ -20,6 +20,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from cgx_ops.config import Config
 from cgx_ops.jax._src.collectives.options import COMPRESS_ALL, Options
+from cgx_ops.jax._src.collectives.primitive import vary_tree
 from cgx_ops.jax._src.collectives.psum import reduce_over
 from cgx_ops.jax._src.collectives.scatter_gather import scatter_over
 from cgx_ops.jax._src.gradients.device_gradients import (
@@ -69,7 +70,7 @@ def value_and_grad_of_shards(
             ]
             result, gradients = own_value_and_grad(*whole)
             reduced = _reduced(gradients, of_gradients(specs), axes, options.with_key(key))
-            return jax.lax.pmean(result, axes), reduced
+            return jax.lax.pmean(vary_tree(result, axes), axes), reduced
 
         return jax.shard_map(
             of_shard,

@@ -11,6 +11,7 @@ return gradients that are N times too large, without an error.
 """
 
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
 from typing import Any, Unpack
 
 import jax
@@ -184,7 +185,8 @@ def value_and_grad(
             `average_gradients` for it.
         key: A PRNG key for random rounding, another one in every step. None (default) rounds to
             nearest.
-        name: Identifies the collective across processes, as in `psum_q`.
+        name: Identifies the collective across processes, as in `psum_q`. Threads need `launching`
+            as well, because XLA averages the value.
         rules: Settings per leaf, by its path. `Rules()` (default) sends biases and other leaves of
             at most one dimension exactly; `Rules(exact_vectors=False)` compresses them too.
         fuse: How leaves share messages, as in `psum_q`.
@@ -237,6 +239,7 @@ def value_and_grad(
     options = checked_options(
         caller, config, keywords, key=key, name=name, rules=rules, fuse=fuse, carrier=carrier
     )
+    options = replace(options, uses_xla=True)  # for the mean of the value
     if in_specs is not None:
         return value_and_grad_of_shards(
             fun, axes_of(axis_name), argnums, has_aux, in_specs, mesh, options

@@ -271,6 +271,11 @@ def gather_from_processes(
     return [client.blocking_key_value_get_bytes(f"{key}/{i}", timeout_ms) for i in processes]
 
 
+def set_execution_stream(number: int) -> None:
+    """Run this thread's launches on one stream from now on: see execution_stream()."""
+    _jax.set_execution_stream_id(number)
+
+
 @contextlib.contextmanager
 def execution_stream(number: int) -> Iterator[None]:
     """Run this thread's launches on XLA:CPU in parallel with launches of other streams.
@@ -279,23 +284,28 @@ def execution_stream(number: int) -> Iterator[None]:
     if the process has one CPU device. GPUs run all in one order.
     """
     before = _jax.get_execution_stream_id()
-    _jax.set_execution_stream_id(number)
+    set_execution_stream(number)
     try:
         yield
     finally:
-        _jax.set_execution_stream_id(before)
+        set_execution_stream(before)
 
 
-def call_around_compile(begin: Callable[[], None], end: Callable[[], None]) -> None:
+def call_around_compile(begin: Callable[[str], None], end: Callable[[], None]) -> None:
     """Call `begin` and `end` around every later compilation by XLA.
 
     This includes loading an executable from the persistent cache. JAX reports the start of a
-    compilation as a scalar event and its end, even of a failed one, as a duration.
+    compilation as a scalar event and its end, even of a failed one, as a duration. If `begin`
+    raises, the compilation raises this exception, and `end` is not called.
+
+    Args:
+        begin: Gets the name of the module, as module_name() returns it.
+        end: Is called on the same thread.
     """
 
-    def on_begin(event: str, value: float | int, **_: str | int) -> None:
+    def on_begin(event: str, value: float | int, fun_name: str | int = "", **_: str | int) -> None:
         if event == dispatch.BACKEND_COMPILE_EVENT:
-            begin()
+            begin(mlir.sanitize_name(str(fun_name)).rstrip("_"))
 
     def on_end(event: str, duration_secs: float, **_: str | int) -> None:
         if event == dispatch.BACKEND_COMPILE_EVENT:

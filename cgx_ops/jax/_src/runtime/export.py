@@ -9,8 +9,8 @@ def register() -> list[jax.export.DisabledSafetyCheck]:
     """Register the custom calls of cgx_ops with XLA, and return their names for `jax.export`.
 
     `jax.export` refuses unknown custom calls, so pass the names where a program is exported. Where
-    a program is only loaded, call this first, in the thread that compiles and runs it. A process
-    that traces a collective registers the calls automatically::
+    a program is only loaded, call this first. A process that traces a collective registers the
+    calls automatically::
 
         checks = cgx_ops.jax.register()
         exported = jax.export.export(step, disabled_checks=checks)(weights, batch)
@@ -44,5 +44,4 @@ def register() -> list[jax.export.DisabledSafetyCheck]:
         >>> jax.export.deserialize(exported.serialize()).call(x)
         Array([1., 1., 1., 1.], dtype=float32)
     """
-    handlers.note_collective()  # loaded programs are compiled but not lowered
     return [jax.export.DisabledSafetyCheck.custom_call(name) for name in handlers.targets()]

@@ -6,15 +6,16 @@ backend, and XLA:CPU refuses a state type that is registered before the backend 
 
 import functools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Literal
 
 import jax
 
 from cgx_ops._core import launchers
-from cgx_ops.jax._src.runtime import compat, processes
+from cgx_ops.jax._src.runtime import compat, processes, threads
 
 Platform = Literal["cpu", "cuda"]  # the supported platforms, by JAX's names
+Check = Callable[[str, Any], None]  # arguments: the name of a program's module, and its data
 
 # XLA:CPU aborts a process whose own devices wait for each other for twice this time, so a later
 # deadline would never be reported. Among processes XLA has no such limit.
@@ -45,6 +46,7 @@ def targets() -> tuple[str, ...]:
 def _binding() -> Any:
     from cgx_ops import _xla_ffi
 
+    threads.provide()
     _count_compilations(_xla_ffi.compilation_begins, _xla_ffi.compilation_ends)
     _xla_ffi.set_local_timeout(launchers.timeout(_LOCAL_TIMEOUT_S))
     if world := processes.connected_world():
@@ -52,35 +54,91 @@ def _binding() -> Any:
     return _xla_ffi
 
 
-class _OfThread(threading.local):
-    """Whether this thread compiles collectives, and the number of its running compilations."""
+class _Checks:
+    """Comparisons among processes before they compile a program, by the name of its module.
 
-    compiles_collectives = False
-    under_way = 0
+    JAX reports only this name when a compilation begins. A program that one process only lowers
+    leaves its checks here, until the process compiles a program of this name.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        # By program; the value is whether the check has failed.
+        self._checks: dict[str, dict[tuple[Check, Hashable], bool]] = {}
+        self._running: dict[str, threading.Lock] = {}
+
+    def add(self, program: str, check: Check, of: Hashable) -> None:
+        """Add a check, and remove those that have failed: this is a new program."""
+        with self._lock:
+            before = self._checks.get(program, {})
+            left = {entry: False for entry, failed in before.items() if not failed}
+            self._checks[program] = left | {(check, of): False}
+
+    def run(self, program: str) -> None:
+        """Run the checks of a program in the order in which they were added, each until it passes.
+
+        Raises:
+            Exception: That of a check. A repeated compilation runs it again.
+        """
+        with self._lock:
+            if not self._checks.get(program):
+                return
+            running = self._running.setdefault(program, threading.Lock())
+        with running:
+            for entry in tuple(self._checks[program]):
+                check, of = entry
+                try:
+                    check(program, of)
+                except Exception:
+                    with self._lock:
+                        self._checks[program][entry] = True
+                    raise
+                with self._lock:
+                    self._checks[program].pop(entry, None)
+
+
+_checks = _Checks()
+check_before_compilation = _checks.add
+
+_compiling = threading.RLock()  # held by the thread that compiles, among several processes
+
+
+class _OfThread(threading.local):
+    """The running compilations of this thread: whether each one holds the lock."""
+
+    def __init__(self) -> None:
+        self.holds: list[bool] = []
 
 
 _of_thread = _OfThread()
 
 
-def note_collective() -> None:
-    """Count this thread's compilations from now on: it lowers or loads collectives.
-
-    Compilations of other threads must not count. They would keep the counts by compilation
-    (xla_ffi/site.h) from starting again at 0, and only in this process.
-    """
-    _of_thread.compiles_collectives = True
-
-
 def _count_compilations(begins: Callable[[], None], ends: Callable[[], None]) -> None:
-    def begin() -> None:
-        if _of_thread.compiles_collectives:
-            _of_thread.under_way += 1
-            begins()
+    """Count the calls of each compilation from 0 (xla_ffi/site.h).
+
+    Among several processes, compilations of several threads run one after another: the counts of
+    two that overlap would depend on timing, and calls of the processes would not match.
+
+    A thread waits for the lock before XLA's compiler runs, with no lock of ours or JAX's that a
+    compilation needs. The compiler may call Python (jax.custom_partitioning), on the thread that
+    compiles, so a compilation in such a call takes the lock again. In some settings of JAX and XLA
+    the compiler also waits for the compilation of the same program in another process, which may
+    wait for its own lock: a binary or results of GPU autotuning that processes share. So the wait
+    has a limit. After it, compilations overlap.
+    """
+
+    def begin(program: str) -> None:
+        _checks.run(program)  # not under the lock: other processes may compile in another order
+        several = jax.process_count() > 1
+        _of_thread.holds.append(several and _compiling.acquire(timeout=launchers.timeout()))
+        begins()
 
     def end() -> None:
-        if _of_thread.under_way:  # otherwise it began before counting did
-            _of_thread.under_way -= 1
-            ends()
+        if not _of_thread.holds:  # it began before counting did
+            return
+        ends()
+        if _of_thread.holds.pop():
+            _compiling.release()
 
     compat.call_around_compile(begin, end)
 

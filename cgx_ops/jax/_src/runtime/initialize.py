@@ -28,7 +28,7 @@ import jax
 from cgx_ops import Communicator, Unsupported
 from cgx_ops._core import launchers, library, world
 from cgx_ops._core.exchange import exchange, free_address
-from cgx_ops.jax._src.runtime import compat, processes
+from cgx_ops.jax._src.runtime import compat, processes, threads
 from cgx_ops.jax._src.runtime.launching import claim
 
 _NAME = "cgx_ops.jax.initialize"  # the name of this file's collectives
@@ -89,6 +89,7 @@ def initialize(
             "cgx_ops.jax.initialize(), and only once"
         )
     claim()
+    threads.provide()
     under_mpirun = launchers.place().launcher == "mpirun"
     if under_mpirun and (ranks := world.of_launcher()).size > 1:
         _initialize_by_mpirun(ranks, coordinator_address, num_processes, process_id)

@@ -6,9 +6,17 @@ several devices one after the other, so two processes could wait for each other 
 not pass the thread to a handler. So this module makes the thread a part of jit's cache key
 (jax.make_user_context): each kind of thread lowers its own program, and the lowering can check it.
 
-    claim      the thread that called initialize() launches freely
+    claim      the thread that called initialize() launches freely, if no other thread launches
     launching  any thread launches in a block with a name: rank 0 assigns a ticket to each block,
                and every process launches in the order of the tickets
+
+Launches of the thread of claim() outside of blocks have no tickets, so they have no order among
+the blocks of other threads. This is a warning, not an error, because a user may wait for one
+thread before the other launches.
+
+If a process has one CPU device, XLA runs the programs of each thread on a separate execution
+stream, so programs of two blocks could run at the same time. XLA's own collectives (jax.lax.psum)
+have no names and would be confused. So all blocks, and the thread of claim(), share one stream.
 """
 
 import contextlib
@@ -17,23 +25,34 @@ import json
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
 from cgx_ops._core import launchers
 from cgx_ops._core.exchange import exchange
+from cgx_ops._core.user_warnings import warn_once
 from cgx_ops.errors import CgxError
-from cgx_ops.jax._src.runtime import processes
+from cgx_ops.jax._src.runtime import compat, processes
 
 _MAIN = True  # the context of the thread that launches without a name
 # None, _MAIN or the name of a block.
 _context = jax.make_user_context(None)
+# The execution stream of ordered launches: any number that no other stream has.
+_STREAM = 0x636779
 
 
 def claim() -> None:
     """Make this the thread that launches without a name."""
     _context(_MAIN).__enter__()  # until the thread ends
+    compat.set_execution_stream(_STREAM)
+
+
+def _launching_here() -> Any:
+    """Return this thread's context."""
+    if _context.value is None and threading.current_thread() is threading.main_thread():
+        claim()  # the user called jax.distributed.initialize() instead of ours
+    return _context.value
 
 
 def launcher(named: bool, names_suffice: bool) -> str:
@@ -41,15 +60,15 @@ def launcher(named: bool, names_suffice: bool) -> str:
 
     Args:
         named: Whether the user named the call, which distinguishes the calls of threads.
-        names_suffice: Whether such names are enough: each process has one device, a CPU.
+        names_suffice: Whether such names are enough: each process has one device, a CPU, and the
+            caller adds no collectives of XLA.
 
     Raises:
         RuntimeError: An unnamed thread launches a program that only one thread may launch.
     """
-    launching_here = _context.value
-    if launching_here is None and threading.current_thread() is threading.main_thread():
-        claim()  # the user called jax.distributed.initialize() instead of ours
-        return ""
+    launching_here = _launching_here()
+    if launching_here is _MAIN:
+        _threads.note_outside()
     if launching_here is None and not (named and names_suffice):
         raise RuntimeError(
             "a collective among processes was launched by another thread than the one that called "
@@ -66,15 +85,16 @@ def launching(name: str) -> Iterator[None]:
     """Launch programs from several Python threads, in the same order in all processes.
 
     Programs with collectives are normally launched by one thread: the one that called `initialize`.
-    Any other thread launches them inside this context manager::
+    If other threads launch them, too, every thread does so inside this context manager::
 
         with cgx_ops.jax.launching("evaluation"):
             result = step(batch)
         print(result)
 
-    In every process, one thread enters each block of a name, equally often. Put only calls of
-    jitted functions into a block, because blocks of other threads wait for its end. A block costs
-    one message between the processes. With one process it does nothing.
+    That includes the thread that called `initialize`. In every process, one thread enters each
+    block of a name, equally often. Put only calls of jitted functions into a block, because blocks
+    of other threads wait for its end. A block costs one message between the processes. With one
+    process it does nothing.
 
     Args:
         name: The name of the block; threads that launch at the same time need different names.
@@ -96,8 +116,47 @@ def launching(name: str) -> Iterator[None]:
     if jax.process_count() == 1:
         yield
         return
-    with _tickets.turn(_agree(name)), _context(name):
+    if _launching_here() is not _MAIN:
+        _threads.note_block(threading.current_thread())
+    with _tickets.turn(_agree(name)), _context(name), compat.execution_stream(_STREAM):
         yield
+
+
+class _Threads:
+    """The threads that launch, and a warning if not all of their launches are in blocks."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._in_blocks: set[threading.Thread] = set()  # without the thread of claim()
+        self._outside = False  # whether the thread of claim() launches outside of blocks
+
+    def note_outside(self) -> None:
+        """Note that the thread of claim() launches outside of a block."""
+        with self._lock:
+            self._outside = True
+        self._check()
+
+    def note_block(self, thread: threading.Thread) -> None:
+        """Note that another thread launches in a block."""
+        with self._lock:
+            self._in_blocks.add(thread)
+        self._check()
+
+    def _check(self) -> None:
+        with self._lock:
+            self._in_blocks = {thread for thread in self._in_blocks if thread.is_alive()}
+            mixed = self._outside and self._in_blocks
+        if mixed:
+            warn_once(
+                "several Python threads launch programs with collectives among processes, and the "
+                "thread that called cgx_ops.jax.initialize() launches its own outside of a block. "
+                "If two threads launch at the same time, the order differs between processes, "
+                "which then wait for each other until CGX_TIMEOUT. Put the launches of that thread "
+                'into blocks `with cgx_ops.jax.launching("..."):`, too'
+            )
+
+
+_threads = _Threads()
 
 
 class _Ticket(NamedTuple):

@@ -22,12 +22,14 @@ _OURS = "_CGX_PJRT_NPROC"  # the number that cgx_ops set: a child process may ne
 def provide(environ: MutableMapping[str, str] = os.environ) -> None:
     """Request two XLA threads for each CPU device, unless the user has set a number.
 
-    Warns if it is too late for that, or if the user's number is too small.
+    Called by the import, by initialize() and before the first collective, because the number of
+    devices may be set in between. Warns if it is too late, or if the user's number is too small.
     """
     late = compat.backends_started()
     devices = _devices_now() if late else _devices_to_come(environ)
-    if not late and environ.get(_THREADS) == environ.get(_OURS):
-        environ.pop(_THREADS, None)  # a parent process set it
+    is_ours = environ.get(_THREADS, "") == environ.get(_OURS)
+    if not late and is_ours:
+        del environ[_THREADS]  # for another number of devices, or by a parent process
     given = environ.get(_THREADS) or environ.get("NPROC")
     threads = int(given) if given and given.isdecimal() else len(os.sched_getaffinity(0))
     if devices == 1 or max(threads, devices) >= 2 * devices:
@@ -36,9 +38,13 @@ def provide(environ: MutableMapping[str, str] = os.environ) -> None:
         warn_once(
             f"JAX has {devices} CPU devices in this process and {max(threads, devices)} threads "
             "for them, so steps that are launched far ahead of their results can fail. "
-            + (f"Set {_THREADS} to {2 * devices}, or i" if given else "I")
-            + "mport cgx_ops.jax before the first use of JAX's devices; or call "
-            "jax.block_until_ready at least every 16 steps"
+            + (
+                f"Set {_THREADS} to {2 * devices}"
+                if given and not is_ours
+                else "Set the number of devices, then import cgx_ops.jax or call "
+                "cgx_ops.jax.initialize() before the first use of JAX's devices"
+            )
+            + "; or call jax.block_until_ready at least every 16 steps"
         )
         return
     environ[_THREADS] = environ[_OURS] = str(2 * devices)

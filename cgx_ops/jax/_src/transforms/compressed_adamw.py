@@ -391,5 +391,6 @@ def level(nu: Any, weight: jax.Array) -> Level:
         )
 
     found = [of(v) for v in jax.tree.leaves(nu)]
-    high, low = (sum(parts, jnp.zeros((), jnp.int32)) for parts in zip(*found, strict=True))
+    zero = jnp.zeros((), jnp.int32)
+    high, low = (sum((parts[i] for parts in found), zero) for i in (0, 1))
     return high + (low >> 12), low & 0xFFF
