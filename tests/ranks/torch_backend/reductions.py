@@ -151,6 +151,10 @@ def averages(r: int, n: int) -> None:
         assert torch.equal(out, want[part]), dtype
         dist.reduce_scatter(out, list(mine(dtype, r).chunk(n)), avg)
         assert torch.equal(out, want[part]), dtype
+        for _ in range(2):
+            work = dist.reduce_scatter_tensor(out, mine(dtype, r), avg, async_op=True)
+            for _ in range(3):  # gloo writes the sum in each call of wait()
+                assert work.wait() and torch.equal(out, want[part]), dtype
     xs = [mine(torch.int64, r), mine(torch.int64, r)[1:]]
     with _coalescing_manager():
         for x in xs:
