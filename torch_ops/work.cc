@@ -1,5 +1,6 @@
 #include "work.h"
 
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/record_function.h>
 
 #include <algorithm>
@@ -26,6 +27,13 @@ namespace {
 
 using c10::ivalue::Future;
 
+// Writes a collective's results. The tensors may be leaves that require gradients or inference
+// tensors, as with collectives that write to them directly.
+void deliver(const Buffers& buffers) {
+  const at::AutoDispatchBelowADInplaceOrView no_autograd;
+  if (buffers.deliver) buffers.deliver();
+}
+
 // The Work of CPU tensors. Owns the request, and keeps its buffers alive until the collective has
 // ended.
 class CpuWork final : public c10d::Work {
@@ -43,7 +51,10 @@ class CpuWork final : public c10d::Work {
   ~CpuWork() override {
     if (request_ == nullptr) return;
     CompletionPool::get().run([request = request_, buffers = std::move(buffers_)] {
-      (void)cgx_wait(request);  // no caller is left to handle the status
+      try {
+        if (cgx_wait(request) == CGX_OK) deliver(buffers);
+      } catch (...) {  // no caller is left to handle failures
+      }
     });
   }
 
@@ -142,7 +153,7 @@ class CpuWork final : public c10d::Work {
     std::exception_ptr failure;
     try {
       check(cgx_wait(std::exchange(request_, nullptr)));
-      if (buffers_.deliver) buffers_.deliver();
+      deliver(buffers_);
     } catch (...) {
       failure = std::current_exception();
     }

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from failing import fails
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch_deep_gradient.common import MATRICES, Followed, hooked
 from torch_deep_gradient.values import follow
 from torch_training import (
@@ -33,6 +34,7 @@ from torch_training import (
 
 import cgx_ops.torch
 from cgx_ops import Communicator, Config
+from cgx_ops.torch import ddp
 from cgx_ops.torch.ddp.deep_gradient import hook as ddp_deep_gradient
 from cgx_ops.torch.ddp.deep_gradient import hosts as ddp_deep_gradient_hosts
 from cgx_ops.torch.ddp.deep_gradient.hook import _Exchange
@@ -223,6 +225,25 @@ def failure_on_one_rank() -> None:
         backward(model, 2)
 
 
+def state_of_another_rank() -> None:
+    """Check that all ranks raise if one rank loads another rank's state; the right one works."""
+    for place in (0, 1):
+        model, state = hooked()
+        backward(model, 0)
+        saved = state.state_dict()
+        state.load_state_dict(saved)
+        if place == RANK:
+            state.residuals.owner, state.residuals.loaded = (2, 7), True
+        begin, words = time.monotonic(), "the residuals are those of rank 2 of 7"
+        fails(Exception, words, lambda model=model: backward(model, 1))
+        assert time.monotonic() - begin < 20
+        dist.barrier()
+        state.load_state_dict(saved)
+        again = DistributedDataParallel(network())  # torch's reducer cannot continue
+        again.register_comm_hook(state, ddp.deep_gradient_hook)
+        backward(again, 2)
+
+
 def recreated_groups() -> None:
     """Check that a new default group gets new hosts, and the previous ones are closed."""
     parted = parted_hosts()
@@ -239,7 +260,7 @@ def main() -> None:
             matches_reference, bytes_sent, buckets, rank_state_moves_to_host,
             unused_layer_state_moves_to_host, models_in_one_backward,
             mismatched_ranks, start_fails_on_one_rank, failure_on_one_rank,
-            recreated_groups,
+            state_of_another_rank, recreated_groups,
         ),
         sys.argv[2:],
     )  # fmt: skip

@@ -246,6 +246,24 @@ def fsdp_all_reduce_hook(group: Any) -> Callable[[torch.Tensor], None] | None:
     return group._all_reduce_hook
 
 
+def before_fsdp_reset(group: Any, call: Callable[[], None] | None) -> None:
+    """Let `reset_iter_state()` of a group's model call this first; None ends it.
+
+    Does nothing in releases of torch without this method.
+    """
+    group.__dict__.pop("_reset_iter_state", None)
+    reset = getattr(group, "_reset_iter_state", None)
+    if call is None or reset is None:
+        return
+
+    @functools.wraps(reset)
+    def reset_all() -> None:
+        call()
+        reset()
+
+    group._reset_iter_state = reset_all
+
+
 def in_backward() -> bool:
     """Return whether autograd's engine is running on this thread."""
     return torch._C._current_graph_task_id() != -1

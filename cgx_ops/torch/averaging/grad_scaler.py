@@ -22,6 +22,7 @@ _Kind = TypeVar("_Kind", bound=Optimizer)
 # GradScaler calls the step() of an optimizer with this attribute in every iteration, and sets the
 # attributes found_inf and grad_scale during the call.
 _HANDLES_OVERFLOW = "_step_supports_amp_scaling"
+_OF_SCALER = ("grad_scale", "found_inf")
 
 # ---- 1. optimizers that average ------------------------------------------------------------------
 
@@ -54,6 +55,21 @@ def scaling_of(optimizer: Optimizer) -> Scaling | None:
     return Scaling(inverse, bool(found))
 
 
+@contextlib.contextmanager
+def without_scaling_if_failed(optimizer: Optimizer) -> Iterator[None]:
+    """Remove the attributes that a GradScaler set on an optimizer if the block raises.
+
+    A GradScaler removes them after successful steps only. Its next step would multiply by the old
+    scale.
+    """
+    try:
+        yield
+    except BaseException:
+        for name in _OF_SCALER:
+            optimizer.__dict__.pop(name, None)
+        raise
+
+
 # ---- 2. counts of steps --------------------------------------------------------------------------
 
 
@@ -82,7 +98,8 @@ def after_every_step(optimizer: Optimizer, then: Callable[[], object]) -> Iterat
     def after(*_: Any) -> None:
         while skipped:
             parameter, parameter.grad = skipped.pop()
-        then()
+        with without_scaling_if_failed(optimizer):
+            then()
 
     with contextlib.ExitStack() as stack:
         if not getattr(optimizer, _HANDLES_OVERFLOW, False):

@@ -117,14 +117,17 @@ def _before_first_forward(wrapper: DistributedDataParallel, _inputs: Any) -> Non
         del hooks[number]
 
 
-def _report_exact(wrapper: DistributedDataParallel, options: process_group.BackendOptions) -> None:
+def _report_exact(
+    wrapper: DistributedDataParallel, config: Config, options: process_group.BackendOptions
+) -> None:
     """Log that gradients are sent exact, and warn once if no bits were chosen."""
     found = models.trained_layers(wrapper)
     names = [layer.name for layer in found]
     segments = [Segment(0, layer.numel) for layer in found]
     group = wrapper.process_group
-    report_layers((id(wrapper), "DDP"), "DDP", group, options.config, names, segments)
-    _warn_of_exact(options)
+    report_layers((id(wrapper), "DDP"), "DDP", group, config, names, segments)
+    if not options.auto_bits:
+        _warn_of_exact(options)
 
 
 @functools.cache
@@ -139,6 +142,10 @@ def _warn_of_exact(options: process_group.BackendOptions) -> None:
         _CHOOSE_BITS[0],
         _CHOOSE_BITS[0],
     )
+
+
+def _is_on_cpu(wrapper: DistributedDataParallel) -> bool:
+    return all(p.device.type == "cpu" for p in parallel.parameters_of(wrapper))
 
 
 def _attach(wrapper: DistributedDataParallel) -> None:
@@ -156,17 +163,20 @@ def _attach(wrapper: DistributedDataParallel) -> None:
     if parallel.steps_in_backward(wrapper):  # torch is about to set a hook
         return
     models.check_layers(wrapper, layers.process_rules())
-    exact = options.config.bits == EXACT_BITS and not options.auto_bits
+    config, auto_bits = options.config, bool(options.auto_bits)
+    if auto_bits and not _is_on_cpu(wrapper):  # as for the group's allreduces, which it warned of
+        config, auto_bits = config.with_own(bits=EXACT_BITS), False
+    exact = config.bits == EXACT_BITS and not auto_bits
     if exact and not layers.process_rules():
-        _report_exact(wrapper, options)
+        _report_exact(wrapper, config, options)
         return
     models.watch_dtypes(wrapper)
     state = QuantizedAllreduceState(
         group,
-        options.config,
+        config,
         seed=options.seed,
         unsupported="exact",
-        auto_bits=bool(options.auto_bits),
+        auto_bits=auto_bits,
     )
     wrapper.register_comm_hook(state, quantized_allreduce_hook)
     _log.debug(

@@ -45,6 +45,7 @@ class BucketInfo:
         config: of the state, or of a compressed() block; None inside uncompressed().
         step: number of earlier backward passes.
         finds_unused: whether no rank may have used some of the layers.
+        skips_unused: whether DistributedDataParallel skips buckets that have only unused layers.
         problem: why the core cannot average the bucket, and the remedy; "" if it can.
         refusal: why the state belongs to another model; "" if it does not. Raised later, where the
             other ranks receive the reason; an exception here would keep the model alive by its
@@ -57,6 +58,7 @@ class BucketInfo:
     config: Config | None
     step: int
     finds_unused: bool
+    skips_unused: bool
     problem: str
     refusal: str
 
@@ -75,7 +77,7 @@ class BucketInfo:
 
 
 def inspect_bucket(hook: str, state: HookState, bucket: GradBucket) -> BucketInfo:
-    """Return the properties of a bucket; count the step with its last bucket.
+    """Return the properties of a bucket; count the step with its first bucket.
 
     Args:
         hook: name of the hook, for errors.
@@ -100,9 +102,7 @@ def inspect_bucket(hook: str, state: HookState, bucket: GradBucket) -> BucketInf
     scope = process_group.current_scope()
     config = by_hosts(scope) if isinstance(scope, Config) else state.config
     config = None if scope == "uncompressed" else config
-    step = state.steps
-    if bucket.is_last():
-        state.steps += 1
+    step = state.step_of(wrappers[0] if wrappers else state, bucket)
     problem = unsupported(buffer, parameters)
     gradients = [] if problem else bucket.gradients()
     return BucketInfo(
@@ -112,6 +112,7 @@ def inspect_bucket(hook: str, state: HookState, bucket: GradBucket) -> BucketInf
         config,
         step,
         any(w.find_unused_parameters and not w.static_graph for w in wrappers[:1]),
+        any(w.skip_all_reduce_unused_params for w in wrappers[:1]),
         problem,
         refusal,
     )

@@ -233,7 +233,8 @@ def planned_allreduce_hook(
         TypeError: the dtype, layout or device of gradients is not supported; the text names the
             layers.
         InvalidArgument: the plan belongs to another model, cgx_ops cannot connect the process
-            group, the group is not the model's, or a layer was registered with another size.
+            group, the group is not the model's, or a layer was registered with another size. Also
+            if the model has skip_all_reduce_unused_params=True.
 
     Example:
         >>> import torch
@@ -256,6 +257,12 @@ def planned_allreduce_hook(
     device = bucket.buffer().device
     info.raise_refusal(state.or_refuse(device, "ddp"))
     refuse(_HOOK, info, ", or use quantized_allreduce_hook with unsupported='exact'")
+    if info.skips_unused:
+        raise InvalidArgument(
+            f"{_HOOK}: the model has skip_all_reduce_unused_params=True, so that torch skips "
+            "buckets that a group may wait for: leave this option False, or use "
+            "quantized_allreduce_hook"
+        )
     joining = state.joining(bucket, info)
     with state.or_refuse(device, "ddp"):
         layout = layout_of(_HOOK, state, bucket, info)

@@ -3,6 +3,7 @@
 import pickle
 import weakref
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -11,12 +12,28 @@ from torch.nn.parallel import DistributedDataParallel
 from cgx_ops._core.exchange import exchange
 from cgx_ops._core.log import Tensors
 from cgx_ops.errors import InvalidArgument
+from cgx_ops.torch._compat.parallel import GradBucket
 from cgx_ops.torch.averaging.exact import gather_over
 from cgx_ops.torch.averaging.layers import Layer, segments_of
 from cgx_ops.torch.averaging.loaded import require_layers
 from cgx_ops.torch.averaging.reports import report_layers, report_start
 from cgx_ops.torch.averaging.state import AveragingState, rules_of
 from cgx_ops.torch.graph.work import failed
+
+
+@dataclass
+class _Pass:
+    """A model's backward pass.
+
+    Attributes:
+        step: number of earlier steps of the state.
+        index: of the pass's latest bucket.
+        complete: whether this bucket is the model's last one.
+    """
+
+    step: int
+    index: int = -1
+    complete: bool = False
 
 
 class HookState(AveragingState):
@@ -39,6 +56,7 @@ class HookState(AveragingState):
         """Reset the attributes that belong to this process."""
         super().connect()
         self._agrees = False
+        self._passes: weakref.WeakKeyDictionary[object, _Pass] = weakref.WeakKeyDictionary()
         self.checked: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 
     def agree(self) -> None:
@@ -67,6 +85,35 @@ class HookState(AveragingState):
             counts: its attributes in `agreed`, by name.
         """
         self.__dict__.update(counts)
+
+    def step_of(self, model: object, bucket: GradBucket) -> int:
+        """Return the step of a bucket. Count the step if the bucket is the first of its pass.
+
+        Buckets of a backward pass arrive in the order of their indices. The first or the last one
+        may be missing: with skip_all_reduce_unused_params=True, DistributedDataParallel skips
+        buckets that have only unused parameters.
+
+        Args:
+            model: the owner of the bucket. Backward passes of several models may overlap.
+            bucket: the bucket.
+
+        Returns:
+            The number of earlier steps.
+        """
+        now = self._passes.get(model)
+        if now is None or now.complete or bucket.index() <= now.index:
+            if now is not None and not now.complete:
+                self.end_incomplete_pass()
+            now = self._passes[model] = _Pass(self.steps)
+            self.steps += 1
+        now.index, now.complete = bucket.index(), bucket.is_last()
+        return now.step
+
+    def end_incomplete_pass(self) -> None:
+        """Do what is left to do after a pass without the last bucket; called before the next one.
+
+        Does nothing in this class.
+        """
 
     def report(self, found: Sequence[Layer]) -> None:
         """Log that training starts, and how each layer is sent.

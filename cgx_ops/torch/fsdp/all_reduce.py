@@ -40,6 +40,10 @@ class _AllReduce:
         if parallel.fsdp_divide_factor(self._group) is not None:
             part.mul_(self._replicas.group.size())  # FSDP then sums over replicas
 
+    def reset(self) -> None:
+        """Discard the gradients that were not averaged."""
+        self._earlier = None
+
 
 def remove_hooks(modules: Mapping[Any, Any]) -> None:
     """Remove the hooks of an earlier compress().
@@ -50,6 +54,7 @@ def remove_hooks(modules: Mapping[Any, Any]) -> None:
     for group, module in modules.items():
         if isinstance(parallel.fsdp_all_reduce_hook(group), _AllReduce):
             module.set_all_reduce_hook(None)
+            parallel.before_fsdp_reset(group, None)
 
 
 def install_hooks(
@@ -100,7 +105,9 @@ def install_hooks(
             for shard in parallel.fsdp_shards(group):
                 dist.broadcast(shard, group=ranks, group_src=0)
     for group, module in modules.items():
-        module.set_all_reduce_hook(_AllReduce(group, blocks[group], state))
+        hook = _AllReduce(group, blocks[group], state)
+        module.set_all_reduce_hook(hook)
+        parallel.before_fsdp_reset(group, hook.reset)
     return state
 
 

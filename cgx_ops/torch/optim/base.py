@@ -15,7 +15,12 @@ from cgx_ops.errors import InvalidArgument
 from cgx_ops.torch.averaging.arithmetic import full_precision
 from cgx_ops.torch.averaging.exact import gather_over, mean_over, state_ahead, values_on
 from cgx_ops.torch.averaging.exchange import Exchange, check_parameters
-from cgx_ops.torch.averaging.grad_scaler import Scaling, handles_overflow, scaling_of
+from cgx_ops.torch.averaging.grad_scaler import (
+    Scaling,
+    handles_overflow,
+    scaling_of,
+    without_scaling_if_failed,
+)
 from cgx_ops.torch.averaging.layers import layer_name
 from cgx_ops.torch.averaging.loaded import require_layers
 
@@ -146,7 +151,8 @@ class ExchangingOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._step_together()
+        with without_scaling_if_failed(self):
+            self._step_together()
         return loss
 
     @full_precision()

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import reference
@@ -27,6 +28,7 @@ from cgx_ops._core.verdicts import Timings, Verdict
 from cgx_ops.planner import AdaptiveBits, allocate_bits, allocate_rates
 from cgx_ops.rules import pattern_of
 from cgx_ops.torch import ddp
+from cgx_ops.torch.ddp import automatic
 
 from .common import (
     NEAREST,
@@ -285,7 +287,27 @@ def auto_bits_of_group_depend_on_size() -> None:
     identical_on_all_ranks(gradients_of(model))
 
 
+def auto_bits_leave_gpu_models_exact() -> None:
+    """Check that a model on GPUs gets no bits of the group, but those of rules."""
+    with measured(timings_of_link(1e-7)):
+        options = cgx_ops.torch.BackendOptions(NEAREST, auto_bits=True)
+        group: Any = dist.new_group(backend="cgx", pg_options=options)
+    with mock.patch.object(automatic, "_is_on_cpu", return_value=False):
+        model = DistributedDataParallel(network(), process_group=group)
+        assert cgx_ops.torch.hook_state(model) is None
+        cgx_ops.torch.set_quantization_bits("first.weight", 2)
+        try:
+            ruled = DistributedDataParallel(network(), process_group=group)
+            ruled(images(RANK), spare=True).square().sum().backward()
+        finally:
+            cgx_ops.torch.forget_models()
+    alone = [local_gradients(r, spare=True) for r in range(SIZE)]
+    bits = {"first.weight": 2}
+    same(gradients_of(ruled), averaged(alone, bits=lambda name, _: bits.get(name, 32)))
+
+
 CHECKS = [bits_follow_the_gradients, rates_follow_the_gradients]
 CHECKS += [overflow_is_not_counted, clusters_option]
 CHECKS += [resumed_bits_are_equal, mismatched_ranks_raise, invalid_settings]
 CHECKS += [auto_bits_decided_once_per_model, auto_bits_of_group_depend_on_size]
+CHECKS += [auto_bits_leave_gpu_models_exact]

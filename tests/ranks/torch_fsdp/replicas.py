@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor, Shard
 from cgx_ops import Config, Rules
 from cgx_ops.methods import low_rank
 from cgx_ops.torch import fsdp
+from cgx_ops.torch._compat import parallel
 from cgx_ops.torch.fsdp.replicas import Replicas
 
 from .common import EXACT, FEW, Model, batch, full, same_on_all_ranks, sharded, weights
@@ -355,6 +356,32 @@ def accumulates() -> None:
             assert set(state.counts.values()) == {2}, "each way averages once"
 
 
+def reset_discards_accumulated() -> None:
+    """Check that reset_iter_state() discards gradients that wait for the average over replicas."""
+
+    def backward(model: Any, step: int, *, averages: bool) -> None:
+        model.set_requires_all_reduce(averages)
+        model.set_is_last_backward(averages)
+        x, y = batch(step)
+        nn.functional.cross_entropy(model(x), y).backward()
+
+    for mesh in layouts():
+        model, _ = replicated(mesh, None)
+        if not hasattr(model, "reset_iter_state"):  # in earlier releases of torch
+            return
+        gradients = []
+        for accumulates in (False, True):
+            if accumulates:
+                backward(model, 5, averages=False)
+                model.reset_iter_state()
+            model.zero_grad()
+            backward(model, 0, averages=True)
+            gradients.append([full(p.grad).clone() for p in model.parameters()])
+        assert all(map(torch.equal, *gradients)), mesh
+        fsdp.compress(model)
+        assert not any("_reset_iter_state" in vars(each) for each in parallel.fsdp_groups(model))
+
+
 def divide_factors_equal_native() -> None:
     """Compare gradients with native HSDP's to the bit, with factors and with forced sums.
 
@@ -385,4 +412,4 @@ def divide_factors_equal_native() -> None:
 
 CHECKS = [exact_equals_native, matches_reference, full_rank_is_exact, conservation]
 CHECKS += [few_bits_by_rule, replicas_stay_equal, gathered_weights_are_replaced, odd_layers]
-CHECKS += [accumulates, divide_factors_equal_native]
+CHECKS += [accumulates, reset_discards_accumulated, divide_factors_equal_native]

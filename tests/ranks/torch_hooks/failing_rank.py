@@ -14,6 +14,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from failing import fails
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch_training import RANK, backward, identical_on_all_ranks, network, weights_of
@@ -103,6 +104,26 @@ def hooks() -> None:
                         identical_on_all_ranks(gradients_of(model))
 
 
+def states_of_another_rank() -> None:
+    """Check a state that rank 1 loaded from another rank's checkpoint; later messages match."""
+    for make, hook, _ in HOOKS.values():
+        model, state = DistributedDataParallel(network()), make()
+        model.register_comm_hook(state, hook)
+        for step in range(3):
+            backward(model, step)
+        saved = state.state_dict()
+        if RANK == 1:
+            state.residuals.owner, state.residuals.loaded = (0, 7), True
+        words = "the residuals are those of rank 0 of 7"
+        fails(Exception, words, lambda model=model: backward(model, 3))
+        dist.barrier()
+        state.load_state_dict(saved)
+        again = DistributedDataParallel(network())  # torch's reducer cannot continue
+        again.register_comm_hook(state, hook)
+        backward(again, 4)
+        identical_on_all_ranks(gradients_of(again))
+
+
 def gradients_of(model: nn.Module) -> torch.Tensor:
     return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
@@ -141,4 +162,4 @@ def optimizers() -> None:
         identical_on_all_ranks(weights_of(model))
 
 
-CHECKS = [hooks, outer_loops, optimizers]
+CHECKS = [hooks, states_of_another_rank, outer_loops, optimizers]

@@ -1,12 +1,13 @@
 """torch.amp.GradScaler: one rank alone may find an overflow, and skip the optimizer's step.
 
 1. outer loops count iterations with step(), and with after() for any optimizer
-2. averaging optimizers skip the step on all ranks
+2. averaging optimizers skip the step on all ranks, and failed steps can be repeated
 3. PostLocalSGDOptimizer raises, because its average of weights would be skipped
 """
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 from failing import fails
@@ -17,8 +18,11 @@ from torch_training import RANK, batch, identical_on_all_ranks, loss_of, network
 
 from cgx_ops import Config, InvalidArgument
 from cgx_ops.torch.averaging import QuantizedModelAverager
+from cgx_ops.torch.averaging.grad_scaler import after_every_step
 from cgx_ops.torch.diloco import DiLoCo
 from cgx_ops.torch.optim import CompressedAdamW, Signum
+
+from .failing_rank import accident, fails_everywhere
 
 STEPS = 12
 OVERFLOWS = 5  # the iteration in which rank 1's gradients overflow
@@ -97,6 +101,19 @@ def steps_without_a_scaler() -> None:
         assert (loop.steps, loop.applied) == (4, 2)
 
 
+def failed_average_leaves_no_scale() -> None:
+    """Check that a GradScaler can step again after the function that follows a step has failed."""
+    for name, make in INNER.items():
+        model = network()
+        optimizer, scaler = make(model.parameters()), scaler_of()
+        average = mock.Mock(side_effect=[ValueError("a rank is lost"), None])
+        with after_every_step(optimizer, average):
+            fails(ValueError, "is lost", lambda: iterate(model, optimizer, scaler, 0))  # noqa: B023
+            iterate(model, optimizer, scaler, 1)
+        assert average.call_count == 2, name
+        iterate(model, optimizer, scaler, 2)
+
+
 # ---- 2. averaging optimizers ---------------------------------------------------------------------
 
 AVERAGING: dict[str, Make] = {
@@ -122,6 +139,26 @@ def all_ranks_skip() -> None:
                 identical_on_all_ranks(weights_of(model))
                 weights.append(weights_of(model))
             assert torch.equal(*weights), (name, unscales)
+
+
+def failed_steps_can_be_repeated() -> None:
+    """Compare with training in which no step fails, bit for bit."""
+    for name, make in AVERAGING.items():
+        weights = []
+        for failing in (None, 1):
+            model = network()
+            optimizer, scaler = make(model.parameters()), scaler_of()
+            for step in range(4):
+                optimizer.zero_grad()
+                scaler.scale(loss_of(model, batch(RANK, step))).backward()
+                if step == failing:
+                    with accident(type(optimizer), "_gradient_of"):
+                        fails_everywhere(lambda: scaler.step(optimizer))  # noqa: B023
+                scaler.step(optimizer)
+                scaler.update()
+            identical_on_all_ranks(weights_of(model))
+            weights.append(weights_of(model))
+        assert torch.equal(*weights), name
 
 
 def scaler_on_one_rank_only() -> None:
@@ -157,7 +194,9 @@ def skippable_averages_raise() -> None:
 CHECKS = [
     loops_count_iterations,
     steps_without_a_scaler,
+    failed_average_leaves_no_scale,
     all_ranks_skip,
+    failed_steps_can_be_repeated,
     scaler_on_one_rank_only,
     skippable_averages_raise,
 ]

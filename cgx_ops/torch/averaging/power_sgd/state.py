@@ -132,7 +132,12 @@ class LowRankState(AveragingState):
         """
         self.total_numel_before_compression += before
         self.total_numel_after_compression += after
-        if last and self.steps >= self.next_stats_report and self.place[0] == 0:
+        if last:
+            self.report_stats()
+
+    def report_stats(self) -> None:
+        """Log the counts if they are due."""
+        if self.steps >= self.next_stats_report and self.place[0] == 0:
             rate, *numels = self.compression_stats()
             _log.info(
                 "PowerSGD after %d steps: compression rate %.1f (%d elements sent as %d)",

@@ -5,7 +5,7 @@ Compression: Reducing the Communication Bandwidth for Distributed Training, ICLR
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -90,16 +90,11 @@ def deep_gradient_hook(
     info = inspect_bucket(_HOOK, state, bucket)
     refuse(_HOOK, info)
     require_names(_HOOK, info)
-    for kept in (state.residuals, state.momenta):
-        kept.claim(*state.place)
     state.note(bucket.parameters())
-    loaded = [dict(each) for each in state.by_layer()]
     exchange = _Exchange(state, bucket, info)
-    if info.refusal:  # the exchange has added entries for the layers of this model
-        for kept, before in zip(state.by_layer(), loaded, strict=True):
-            kept.clear()
-            kept.update(before)
     info.raise_refusal(exchange.or_refuse())
+    with exchange.or_refuse():
+        exchange.take_state(info)
     return exchange.start()
 
 
@@ -115,17 +110,19 @@ class _Layer:
         values: its part of the message: first the gradient, then the values to average, then the
             average.
         segment: its settings.
+        sparse: whether the layer has a v.
+        lost: the part of v that this step does not send; None if it sends everything.
         v: accumulated gradient that was not sent yet; None if the layer is not sparse.
         u: its momentum; None without momentum.
-        lost: the part of v that this step does not send; None if it sends everything.
     """
 
     name: str
     values: torch.Tensor
     segment: Segment
-    v: torch.Tensor | None
-    u: torch.Tensor | None
+    sparse: bool
     lost: torch.Tensor | None
+    v: torch.Tensor | None = None
+    u: torch.Tensor | None = None
 
     def add(self, method: Method) -> None:
         """Add the gradient to momentum and v, and put v into the message."""
@@ -188,16 +185,45 @@ class _Exchange:
         self.name_of_exact = f"{self.name}, exact"
         self.ranks = state.group.size()
         self.hosts = self._hosts()
-        layers = self._planned(info)
+        self.layers = self._planned(info)
         # Layers that a host's ranks add up are in the sparse message, even when sent in full.
-        self.sparse = [x for x in layers if x.lost is not None or (self.hosts and x.v is not None)]
-        self.exact = [x for x in layers if x not in self.sparse]
-        if self.hosts is not None:
-            self._gather(self.hosts)
-        self.restore = nothing
+        self.sparse = [x for x in self.layers if x.lost is not None or (self.hosts and x.sparse)]
+        self.exact = [x for x in self.layers if x not in self.sparse]
+        self.restore: Callable[[], None] = nothing
+
+    def take_state(self, info: BucketInfo) -> None:
+        """Take the state of the layers.
+
+        Raises:
+            InvalidArgument: the state belongs to another model or rank.
+        """
+        state, hosts = self.state, self.hosts
+        if hosts is None:
+            self._claim()
+        else:
+            gathers = [x for x in self.sparse if x.name not in state.gathered]
+            with hosts.or_refuse_gathers([_kept("v", x) for x in gathers]):
+                self._claim()
+            self._gather(hosts, gathers)
         if info.finds_unused:
-            values, kept = [x.values for x in layers], [(x.u, x.v) for x in layers]
+            values, kept = [x.values for x in self.layers], [(x.u, x.v) for x in self.layers]
             self.restore = unused_kept(state, values, kept, self.name)
+
+    def _claim(self) -> None:
+        state = self.state
+        for kept in (state.residuals, state.momenta):
+            kept.claim(*state.place)
+        for layer in self.layers:
+            if layer.sparse:
+                layer.v = state.residuals.of(layer.name, layer.values)
+            elif layer.name in state.residuals.tensors:
+                raise InvalidArgument(
+                    f"layer '{layer.name}' was sparse, so that its residuals differ between ranks, "
+                    "and is exact now: start with a new state, or use the config and rules that it "
+                    "was saved with"
+                )
+            if self.method.momentum:
+                layer.u = state.momenta.of(layer.name, layer.values)
 
     def _hosts(self) -> Hosts | None:
         state = self.state
@@ -216,25 +242,16 @@ class _Exchange:
         for layer, place in zip(info.layers, segments, strict=True):
             at, numel = place.offset, layer.numel
             part = slice(at, at + numel)
-            values, v, u, rest = self.message[part], None, None, None
-            segment = Segment(at, numel, _EXACT)
-            if is_sparse(layer.name, rules.of(layer.name, layer.dimensions, state.config), numel):
-                v = state.residuals.of(layer.name, values)
-                now = _EXACT if info.config is None else place.config or config
-                if is_sparse(layer.name, now, numel) and self.ranks > 1:
-                    on_gpu = values.is_cuda
-                    knobs = sparse_knobs(method, now, numel, info.step, gpu=on_gpu)
-                    if knobs["density"] < 1:
-                        segment, rest = Segment(at, numel, now.with_own(**knobs)), lost[part]
-            elif layer.name in state.residuals.tensors:
-                raise InvalidArgument(
-                    f"layer '{layer.name}' was sparse, so that its residuals differ between ranks, "
-                    "and is exact now: start with a new state, or use the config and rules that it "
-                    "was saved with"
-                )
-            if method.momentum:
-                u = state.momenta.of(layer.name, values)
-            found.append(_Layer(layer.name, values, segment, v, u, rest))
+            segment, rest = Segment(at, numel, _EXACT), None
+            own = rules.of(layer.name, layer.dimensions, state.config)
+            sparse = is_sparse(layer.name, own, numel)
+            now = _EXACT if info.config is None else place.config or config
+            if sparse and is_sparse(layer.name, now, numel) and self.ranks > 1:
+                on_gpu = self.message.is_cuda
+                knobs = sparse_knobs(method, now, numel, info.step, gpu=on_gpu)
+                if knobs["density"] < 1:
+                    segment, rest = Segment(at, numel, now.with_own(**knobs)), lost[part]
+            found.append(_Layer(layer.name, self.message[part], segment, sparse, rest))
         return found
 
     def start(self) -> torch.futures.Future[torch.Tensor]:
@@ -306,17 +323,16 @@ class _Exchange:
             residuals=lost, then=lambda _: then(),
         )  # fmt: skip
 
-    def _gather(self, hosts: Hosts) -> None:
-        """Move the u and v of each sparse layer to the first rank of the host, once.
+    def _gather(self, hosts: Hosts, layers: Sequence[_Layer]) -> None:
+        """Move the u and v of sparse layers to the first rank of the host, once.
 
         Done before unused_kept() copies them for a step in which no rank uses the layer.
         """
-        for layer in self.sparse:
-            if layer.name not in self.state.gathered:
-                for what, kept in (("v", layer.v), ("u", layer.u)):
-                    if kept is not None:
-                        hosts.gather(kept, f"{what} of {layer.name}")
-                self.state.gathered.add(layer.name)
+        for layer in layers:
+            for what, kept in (("v", layer.v), ("u", layer.u)):
+                if kept is not None:
+                    hosts.gather(kept, _kept(what, layer))
+            self.state.gathered.add(layer.name)
 
     @full_precision()
     def _add(self) -> None:
@@ -334,3 +350,8 @@ class _Exchange:
         self.restore()
         if self.message is not self.buffer:
             self.buffer.copy_(self.message)
+
+
+def _kept(what: str, layer: _Layer) -> str:
+    """Return the name of the message that gathers a layer's u or v."""
+    return f"{what} of {layer.name}, kept"

@@ -56,9 +56,19 @@ class Hosts:
 
         On the other ranks it becomes zero.
         """
-        self._add_up(kept, [Segment(0, kept.numel())], f"{name}, kept").wait()
+        self._add_up(kept, [Segment(0, kept.numel())], name).wait()
         if self.firsts is None:
             kept.zero_()
+
+    @contextlib.contextmanager
+    def or_refuse_gathers(self, names: Sequence[str]) -> Iterator[None]:
+        """Refuse this rank's next calls of gather() if the block before them fails.
+
+        Args:
+            names: of the calls. The other ranks fail in the first one, so only that is refused.
+        """
+        with or_refuse(self.local, names[0]) if names else contextlib.nullcontext():
+            yield
 
     @contextlib.contextmanager
     def or_refuse(self, name: str) -> Iterator[None]:

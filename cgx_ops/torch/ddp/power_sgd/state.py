@@ -161,6 +161,11 @@ class PowerSGDState(LowRankState, HookState):
         self.factors.draws, self._rng = counts.pop("_draws"), None
         super().adopt(counts)
 
+    def end_incomplete_pass(self) -> None:
+        """Log the compression rate, which is otherwise logged with the last bucket."""
+        if self.total_numel_after_compression:
+            self.report_stats()
+
     def by_layer(self) -> list[dict[str, Any]]:
         """Return the parts of the state that are stored by layer.
 
