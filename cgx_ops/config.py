@@ -174,8 +174,11 @@ class Config:
         return self.bits == EXACT_BITS or COMPRESSORS[self.compressor]["exact"]
 
     def is_short(self, numel: int) -> bool:
-        """Return whether a segment of `numel` values is too short to be compressed."""
-        # Votes are compressed at any size.
+        """Return whether a segment is too short to be compressed. Votes are at any size.
+
+        Args:
+            numel: The elements of the segment.
+        """
         smallest = max(SMALLEST_COMPRESSED, self.minimal_size)
         return numel < smallest and self.compressor != "sign"
 
