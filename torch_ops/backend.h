@@ -9,7 +9,8 @@
 //   outside of it only for CPU tensors.
 // - send and recv of such tensors in compressed(): the core (backend_transfer.cc).
 // - All other calls: the inner backend of the tensors' device. Profilers show them as "cgx:...".
-//   gloo does not average, so its sums are divided (joint_work.h).
+//   gloo does not average, so its sums are divided. It ignores strides, so it gets contiguous
+//   copies of tensors of other layouts (joint_work.h).
 //
 // A group that was initialized with enable_reconfigure changes its members: backend_reconfigure.cc.
 //
@@ -209,17 +210,17 @@ class Backend final : public c10d::Backend {
   // Calls a method of the inner backend of the device of `shown`, and records it for profilers.
   template <typename Method, typename... Arguments>
   WorkRef forward(const char* title, at::TensorList shown, Method method, Arguments&&... arguments);
-  // The same for a reduction to `results`. Computes averages if the inner backend cannot.
-  template <typename Method, typename OpOptions, typename... Arguments>
-  WorkRef forward_reduction(const char* title, at::TensorList shown, Method method,
-                            at::TensorList results, const OpOptions& options,
-                            Arguments&... arguments);
   template <typename Start>
   WorkRef naming_losses(const char* title, at::Device device, Start&& start);
   // Like forward(), but does not add the work to a coalesced block.
   template <typename Method, typename... Arguments>
   WorkRef start_inner(const char* title, at::TensorList shown, Method method,
                       Arguments&&... arguments);
+  // The same for a reduction to `results`. Computes averages if the inner backend cannot.
+  template <typename Method, typename OpOptions, typename... Arguments>
+  WorkRef start_reduction(const char* title, at::TensorList shown, Method method,
+                          at::TensorList results, const OpOptions& options,
+                          Arguments&... arguments);
   // Adds the work of a call between startCoalescing and endCoalescing to the block.
   WorkRef coalesced(WorkRef work);
   // Ends a block that an error left open, without its works.

@@ -1,8 +1,11 @@
 // The calls of torch.distributed: those that the core supports go there (backend_allreduce.cc,
 // backend_all_to_all.cc, backend_transfer.cc), and all others to the inner backend of the tensors'
 // device. Both are recorded for profilers.
+#include <ATen/MemoryOverlap.h>
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/record_function.h>
 
+#include <algorithm>
 #include <memory>
 #include <type_traits>
 #include <utility>
@@ -15,6 +18,8 @@
 
 namespace cgx::torch_ops {
 namespace {
+
+using Tensors = Backend::Tensors;
 
 // Records a call for profilers until its work ends or, if the work has no future, until it has
 // started.
@@ -41,17 +46,45 @@ class ProfiledCall {
   std::shared_ptr<at::RecordFunction> record_;
 };
 
-// For calls in which gloo treats a tensor as contiguous memory.
-void require_dense(const char* call, at::TensorList tensors) {
-  for (const at::Tensor& tensor : tensors) {
-    if (!tensor.is_cpu() || tensor.layout() != at::kStrided) continue;
-    if (tensor.is_non_overlapping_and_dense()) continue;
-    C10_THROW_ERROR(ValueError,
-                    c10::str("the backend cgx: ", call, " of a tensor of shape ", tensor.sizes(),
-                             " and strides ", tensor.strides(),
-                             ", which is not dense in memory: pass tensor.contiguous()"));
-  }
+// Whether a call may pass the tensor on. Most calls of gloo ignore strides and treat a tensor as
+// contiguous memory.
+bool usable(const at::Tensor& tensor) {
+  if (!tensor.is_cpu() || tensor.layout() != at::kStrided) return true;
+  return tensor.is_contiguous() && !tensor.is_neg();
 }
+
+// The inputs to pass on: contiguous copies of those that gloo cannot use.
+Tensors contiguous(const Tensors& tensors) {
+  const at::AutoDispatchBelowADInplaceOrView no_autograd;
+  Tensors used;
+  for (const at::Tensor& tensor : tensors) {
+    used.push_back(usable(tensor) ? tensor : tensor.resolve_neg().contiguous());
+  }
+  return used;
+}
+
+std::vector<Tensors> contiguous(const std::vector<Tensors>& lists) {
+  std::vector<Tensors> used;
+  for (const Tensors& tensors : lists) used.push_back(contiguous(tensors));
+  return used;
+}
+
+// The tensors that a call writes to. Throws if elements of one share memory.
+struct Written {
+  explicit Written(const Tensors& tensors) : given(tensors) {
+    for (const at::Tensor& tensor : given) {
+      if (!usable(tensor)) at::assert_no_internal_overlap(tensor);
+    }
+    used = contiguous(given);
+  }
+  // Returns the work of a call that writes to `used`, which then writes to `given`.
+  Backend::WorkRef back(Backend::WorkRef work) const {
+    if (std::all_of(given.begin(), given.end(), usable)) return work;
+    return copied_back(std::move(work), used, given);
+  }
+  const Tensors given;
+  Tensors used;
+};
 
 // Let gloo report empty lists of tensors.
 at::Device device_of(at::TensorList tensors) {
@@ -86,12 +119,12 @@ Backend::WorkRef Backend::forward(const char* title, at::TensorList shown, Metho
 }
 
 template <typename Method, typename OpOptions, typename... Arguments>
-Backend::WorkRef Backend::forward_reduction(const char* title, at::TensorList shown, Method method,
-                                            at::TensorList results, const OpOptions& options,
-                                            Arguments&... arguments) {
+Backend::WorkRef Backend::start_reduction(const char* title, at::TensorList shown, Method method,
+                                          at::TensorList results, const OpOptions& options,
+                                          Arguments&... arguments) {
   const bool averages = options.reduceOp.op_ == c10d::ReduceOp::AVG;
   if (!averages || !device_of(shown).is_cpu())  // NCCL has averages
-    return forward(title, shown, method, arguments..., options);
+    return start_inner(title, shown, method, arguments..., options);
   if (!shown.empty() && shown[0].scalar_type() == at::kBool) {
     C10_THROW_ERROR(TypeError,
                     "the backend cgx does not average bool tensors (NCCL does not either): average "
@@ -100,7 +133,7 @@ Backend::WorkRef Backend::forward_reduction(const char* title, at::TensorList sh
   OpOptions of_sum = options;
   of_sum.reduceOp = c10d::ReduceOp::SUM;
   WorkRef sum = start_inner(title, shown, method, arguments..., of_sum);
-  return coalesced(averaged(std::move(sum), results.vec(), size_));
+  return averaged(std::move(sum), results.vec(), size_);
 }
 
 // Starts a work of an inner backend and lets its errors name lost ranks. Not for NCCL, which
@@ -140,9 +173,9 @@ Backend::WorkRef Backend::allreduce(Tensors& tensors, const c10d::AllreduceOptio
   if (const auto op = served(tensors, options.reduceOp); op && tensors.size() == 1) {
     return reduce_in_core(tensors, *op, options, c10d::OpType::ALLREDUCE);
   }
-  require_dense("all_reduce", tensors);
-  return forward_reduction("cgx:all_reduce", tensors, &c10d::Backend::allreduce, tensors, options,
-                           tensors);
+  Written xs(tensors);
+  return coalesced(xs.back(start_reduction("cgx:all_reduce", xs.used, &c10d::Backend::allreduce,
+                                           xs.used, options, xs.used)));
 }
 
 Backend::WorkRef Backend::allreduce_coalesced(Tensors& tensors,
@@ -150,8 +183,8 @@ Backend::WorkRef Backend::allreduce_coalesced(Tensors& tensors,
   if (const auto op = served(tensors, options.reduceOp); op && !tensors.empty()) {
     return reduce_in_core(tensors, *op, options, c10d::OpType::ALLREDUCE_COALESCED);
   }
-  return forward_reduction("cgx:all_reduce", tensors, &c10d::Backend::allreduce_coalesced, tensors,
-                           options, tensors);
+  return coalesced(start_reduction("cgx:all_reduce", tensors, &c10d::Backend::allreduce_coalesced,
+                                   tensors, options, tensors));
 }
 
 Backend::WorkRef Backend::allreduce_sparse(Tensors& tensors,
@@ -161,16 +194,17 @@ Backend::WorkRef Backend::allreduce_sparse(Tensors& tensors,
 }
 
 Backend::WorkRef Backend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) {
-  require_dense("broadcast", tensors);
-  return forward("cgx:broadcast", tensors, &c10d::Backend::broadcast, tensors, options);
+  Written xs(tensors);
+  return coalesced(
+      xs.back(start_inner("cgx:broadcast", xs.used, &c10d::Backend::broadcast, xs.used, options)));
 }
 
 Backend::WorkRef Backend::reduce(Tensors& tensors, const c10d::ReduceOptions& options) {
-  require_dense("reduce", tensors);
+  Written xs(tensors);
   // Tensors of other ranks are unspecified after a reduce.
-  const Tensors results = options.rootRank == rank_ ? tensors : Tensors{};
-  return forward_reduction("cgx:reduce", tensors, &c10d::Backend::reduce, results, options,
-                           tensors);
+  const Tensors results = options.rootRank == rank_ ? xs.used : Tensors{};
+  return coalesced(xs.back(
+      start_reduction("cgx:reduce", xs.used, &c10d::Backend::reduce, results, options, xs.used)));
 }
 
 Backend::WorkRef Backend::allgather(std::vector<Tensors>& outputs, Tensors& inputs,
@@ -197,39 +231,42 @@ Backend::WorkRef Backend::allgather_into_tensor_coalesced(Tensors& outputs, Tens
 
 Backend::WorkRef Backend::gather(std::vector<Tensors>& outputs, Tensors& inputs,
                                  const c10d::GatherOptions& options) {
-  return forward("cgx:gather", inputs, &c10d::Backend::gather, outputs, inputs, options);
+  Tensors used = contiguous(inputs);
+  return forward("cgx:gather", used, &c10d::Backend::gather, outputs, used, options);
 }
 
 Backend::WorkRef Backend::scatter(Tensors& outputs, std::vector<Tensors>& inputs,
                                   const c10d::ScatterOptions& options) {
-  // Only the root has inputs.
-  const Tensors shown = inputs.empty() ? outputs : inputs[0];
-  require_dense("scatter", outputs);
-  require_dense("scatter", shown);
-  return forward("cgx:scatter", shown, &c10d::Backend::scatter, outputs, inputs, options);
+  Written ys(outputs);
+  std::vector<Tensors> xs = contiguous(inputs);
+  const Tensors shown = xs.empty() ? ys.used : xs[0];  // only the root has inputs
+  return coalesced(
+      ys.back(start_inner("cgx:scatter", shown, &c10d::Backend::scatter, ys.used, xs, options)));
 }
 
 Backend::WorkRef Backend::reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
                                          const c10d::ReduceScatterOptions& options) {
-  const Tensors shown = inputs.empty() ? outputs : inputs[0];
-  require_dense("reduce_scatter", outputs);
-  require_dense("reduce_scatter", shown);
-  return forward_reduction("cgx:reduce_scatter", shown, &c10d::Backend::reduce_scatter, outputs,
-                           options, outputs, inputs);
+  Written ys(outputs);
+  std::vector<Tensors> xs = contiguous(inputs);
+  const Tensors shown = xs.empty() ? ys.used : xs[0];
+  return coalesced(ys.back(start_reduction(
+      "cgx:reduce_scatter", shown, &c10d::Backend::reduce_scatter, ys.used, options, ys.used, xs)));
 }
 
 Backend::WorkRef Backend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
                                                const c10d::ReduceScatterOptions& options) {
   if (size_ > 1 && input.is_floating_point()) report_exact_reduce_scatter(rank_, size_);
-  return forward_reduction("cgx:reduce_scatter", input, &c10d::Backend::_reduce_scatter_base,
-                           output, options, output, input);
+  at::Tensor x = contiguous(Tensors{input})[0];
+  return coalesced(start_reduction("cgx:reduce_scatter", x, &c10d::Backend::_reduce_scatter_base,
+                                   output, options, output, x));
 }
 
 Backend::WorkRef Backend::reduce_scatter_tensor_coalesced(
     Tensors& outputs, Tensors& inputs, const c10d::ReduceScatterOptions& options) {
-  return forward_reduction("cgx:reduce_scatter", inputs,
-                           &c10d::Backend::reduce_scatter_tensor_coalesced, outputs, options,
-                           outputs, inputs);
+  Tensors xs = contiguous(inputs);
+  return coalesced(start_reduction("cgx:reduce_scatter", xs,
+                                   &c10d::Backend::reduce_scatter_tensor_coalesced, outputs,
+                                   options, outputs, xs));
 }
 
 Backend::WorkRef Backend::alltoall_base(at::Tensor& output, at::Tensor& input,
@@ -238,16 +275,18 @@ Backend::WorkRef Backend::alltoall_base(at::Tensor& output, at::Tensor& input,
                                         const c10d::AllToAllOptions& options) {
   if (exchanged_in_core(output, input))
     return exchange_in_core(output, input, output_sizes, input_sizes, options);
-  require_dense("all_to_all", {output, input});
-  return forward("cgx:all_to_all", input, &c10d::Backend::alltoall_base, output, input,
-                 output_sizes, input_sizes, options);
+  Written y({output});
+  at::Tensor x = contiguous(Tensors{input})[0];
+  return coalesced(y.back(start_inner("cgx:all_to_all", x, &c10d::Backend::alltoall_base, y.used[0],
+                                      x, output_sizes, input_sizes, options)));
 }
 
 Backend::WorkRef Backend::alltoall(Tensors& outputs, Tensors& inputs,
                                    const c10d::AllToAllOptions& options) {
-  require_dense("all_to_all", outputs);
-  require_dense("all_to_all", inputs);
-  return forward("cgx:all_to_all", inputs, &c10d::Backend::alltoall, outputs, inputs, options);
+  Written ys(outputs);
+  Tensors xs = contiguous(inputs);
+  return coalesced(
+      ys.back(start_inner("cgx:all_to_all", xs, &c10d::Backend::alltoall, ys.used, xs, options)));
 }
 
 Backend::WorkRef Backend::send(Tensors& tensors, int to, int tag) {

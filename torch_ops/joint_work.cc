@@ -32,14 +32,16 @@ void append_tensors(const c10::IValue& value, c10::List<at::Tensor>* tensors) {
 }
 
 // Joins works. `then`, if given, is called once after all have succeeded, by a waiter or by the
-// future's callback. Some gloo works have no future, and write their results in every call of
-// wait().
+// future's callback. `results`, if given, replace the tensors of the works. Some gloo works have no
+// future, and write their results in every call of wait().
 class JointWork final : public c10d::Work {
  public:
-  JointWork(std::vector<WorkRef> works, c10d::OpType type, std::function<void()> then = nullptr)
+  JointWork(std::vector<WorkRef> works, c10d::OpType type, std::function<void()> then = nullptr,
+            std::vector<at::Tensor> results = {})
       : c10d::Work(/*rank=*/-1, type),
         works_(std::move(works)),
-        then_(then ? once(std::move(then)) : nullptr) {}
+        then_(then ? once(std::move(then)) : nullptr),
+        results_(std::move(results)) {}
 
   bool isCompleted() override {
     for (const auto& work : works_) {
@@ -76,22 +78,24 @@ class JointWork final : public c10d::Work {
     for (const auto& work : works_) work->synchronize();
   }
   std::vector<at::Tensor> result() override {
+    if (!results_.empty()) return results_;
     std::vector<at::Tensor> all;
     for (const auto& work : works_) {
       for (at::Tensor& tensor : work->result()) all.push_back(std::move(tensor));
     }
     return all;
   }
-  // The future's value is the list of all works' tensors.
+  // The future's value is the list of result().
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
     using Future = c10::intrusive_ptr<c10::ivalue::Future>;
     const auto tensors = c10::ListType::create(c10::TensorType::get());
     c10::List<Future> futures(c10::FutureType::create(tensors));
     for (const auto& work : works_) futures.push_back(work->getFuture());
-    const auto collect = [futures, then = then_](c10::ivalue::Future& all) {
+    const auto collect = [futures, then = then_, results = results_](c10::ivalue::Future& all) {
       all.value();  // throws the first failure
       if (then) then();
-      c10::List<at::Tensor> values;
+      c10::List<at::Tensor> values(results);
+      if (!results.empty()) return c10::IValue(values);
       for (const Future& future : futures) append_tensors(future->value(), &values);
       return c10::IValue(values);
     };
@@ -101,6 +105,7 @@ class JointWork final : public c10d::Work {
  private:
   const std::vector<WorkRef> works_;
   const std::function<void()> then_;
+  const std::vector<at::Tensor> results_;
   std::once_flag waited_;  // set by the first wait() that does not throw, if there is a `then`
 };
 
@@ -124,6 +129,23 @@ WorkRef averaged(WorkRef sum, std::vector<at::Tensor> results, int64_t divisor) 
   const c10d::OpType type = sum->retrieveOpType();
   return c10::make_intrusive<JointWork>(std::vector<WorkRef>{std::move(sum)}, type,
                                         std::move(divide));
+}
+
+WorkRef copied_back(WorkRef work, std::vector<at::Tensor> from, std::vector<at::Tensor> to) {
+  const c10d::OpType type = work->retrieveOpType();
+  auto copy = [from = std::move(from), to] {
+    const at::AutoDispatchBelowADInplaceOrView no_autograd;
+    for (size_t i = 0; i < to.size(); ++i) {
+      if (!to[i].is_same(from[i])) to[i].copy_(from[i]);
+    }
+  };
+  auto joint = c10::make_intrusive<JointWork>(std::vector<WorkRef>{std::move(work)}, type,
+                                              std::move(copy), std::move(to));
+  try {
+    (void)joint->getFuture();    // copies when the work has ended, even if the caller drops it
+  } catch (const c10::Error&) {  // it has no future
+  }
+  return joint;
 }
 
 }  // namespace cgx::torch_ops

@@ -19,4 +19,10 @@ c10::intrusive_ptr<c10d::Work> join_works(std::vector<c10::intrusive_ptr<c10d::W
 c10::intrusive_ptr<c10d::Work> averaged(c10::intrusive_ptr<c10d::Work> sum,
                                         std::vector<at::Tensor> results, int64_t divisor);
 
+// Returns a Work that copies each tensor of `from` to that of `to` after `work` has ended. Its
+// results are those of `to`.
+c10::intrusive_ptr<c10d::Work> copied_back(c10::intrusive_ptr<c10d::Work> work,
+                                           std::vector<at::Tensor> from,
+                                           std::vector<at::Tensor> to);
+
 }  // namespace cgx::torch_ops

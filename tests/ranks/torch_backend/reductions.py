@@ -1,5 +1,6 @@
 """Allreduces without compression: values, layouts, dtypes and operations, averages, coalescing."""
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -93,33 +94,71 @@ def delegated_to_gloo(r: int, n: int) -> None:
     assert torch.equal(sparse.to_dense(), want)
 
 
-def strided_tensors(r: int, n: int) -> None:
-    """Check strided tensors in gloo's collectives, which would overwrite the memory in the gaps."""
+def layouts_in_gloo(r: int, n: int) -> None:
+    """Check gloo's collectives, which ignore strides: elements are matched by their index."""
+    shape = (n, 3, 2)
+    indices = torch.arange(6 * n).reshape(shape)
 
-    def column(dtype: torch.dtype) -> torch.Tensor:
-        return torch.full((2 * n, 2), r + 1, dtype=dtype)[:, 0]
+    def laid_out(values: torch.Tensor, layout: int) -> torch.Tensor:
+        """Return a tensor of these values: contiguous, transposed or with gaps."""
+        if layout == 2:
+            base = torch.full((*shape[:-1], 2 * shape[-1]), -7, dtype=values.dtype)[: len(values)]
+            return base[..., ::2].copy_(values)
+        return values.clone() if layout == 0 else values.mT.contiguous().mT
 
-    x = column(torch.float32)
-    dist.all_reduce(x)  # reduced by the core
-    assert x.tolist() == [n * (n + 1) / 2] * (2 * n)
-    outputs = [column(torch.int64) for _ in range(n)]
-    dist.all_gather(outputs, column(torch.int64))  # gloo copies these
-    assert [y.tolist() for y in outputs] == [[i + 1] * (2 * n) for i in range(n)]
-    bad, parts = column(torch.int64), [column(torch.int64) for _ in range(n)]
-    calls: tuple[Callable[[], Any], ...] = (
-        lambda: dist.all_reduce(bad),
-        lambda: dist.all_reduce(bad, dist.ReduceOp.AVG),
-        lambda: dist.broadcast(bad, 0),
-        lambda: dist.reduce(bad, 0),
-        lambda: dist.scatter(bad, parts if r == 0 else None, 0),
-        lambda: dist.reduce_scatter(bad, parts),
-        lambda: dist.all_to_all_single(bad, torch.ones(2 * n, dtype=torch.int64)),
-        lambda: dist.all_to_all(parts, parts),
-    )
-    for call in calls:
-        with pytest.raises(ValueError, match=r"strides \[2\].*pass tensor.contiguous\(\)"):
-            call()
-    assert bad.tolist() == [r + 1] * (2 * n)
+    def gaps_are_unchanged(x: torch.Tensor) -> bool:
+        base = x._base
+        return base is None or x.stride(-1) != 2 or bool((base[..., 1::2] == -7).all())
+
+    # The same layout on all ranks, then different ones.
+    for dtype, layout in itertools.product((torch.int64, torch.float64), (0, 1, 2, r % 3)):
+        mine = [((k + 1) * indices).to(dtype) for k in range(n)]
+        total, own, one = torch.stack(mine).sum(0), mine[r], indices[:1].to(dtype)
+        calls: dict[str, tuple[Callable[[Any], Any], Any]] = {
+            "all_reduce": (lambda x: dist.all_reduce(x, async_op=True), total),
+            "average": (lambda x: dist.all_reduce(x, dist.ReduceOp.AVG, async_op=True), None),
+            "broadcast": (lambda x: dist.broadcast(x, n - 1, async_op=True), mine[n - 1]),
+            "reduce": (lambda x: dist.reduce(x, 0, async_op=True), total if r == 0 else None),
+        }
+        for name, (call, want) in calls.items():
+            x = laid_out(own, layout)
+            work = call(x)
+            work.wait()
+            if name == "average":
+                want = total.div(n, rounding_mode="trunc" if dtype == torch.int64 else None)
+            assert want is None or torch.equal(x, want), (name, dtype, layout)
+            assert gaps_are_unchanged(x), name
+            if name != "reduce":
+                assert torch.equal(work.result()[0], x), name
+                assert torch.equal(work.get_future().wait()[0], x), name
+        parts = [laid_out((k + 1) * one * (r + 1), layout) for k in range(n)]
+        sums = sum(range(1, n + 1)) * (r + 1) * one
+        other = (layout + 1) % 3
+        outs = [laid_out(0 * one, other) for _ in range(n)]
+        x, y = laid_out(0 * one, other), laid_out(0 * own, other)
+        dist.scatter(x, parts if r == 0 else None, 0)
+        assert torch.equal(x, (r + 1) * one) and gaps_are_unchanged(x), layout
+        dist.gather(parts[0], outs if r == 0 else None, 0)
+        assert r != 0 or all(torch.equal(o, (k + 1) * one) for k, o in enumerate(outs)), layout
+        dist.all_gather(outs, parts[0])
+        assert all(torch.equal(o, (k + 1) * one) for k, o in enumerate(outs)), layout
+        dist.reduce_scatter(x, parts)
+        assert torch.equal(x, sums) and gaps_are_unchanged(x), layout
+        dist.reduce_scatter_tensor(x, laid_out(own, layout))
+        assert torch.equal(x, total[r : r + 1]) and gaps_are_unchanged(x), layout
+        dist.all_to_all_single(y, laid_out(own, layout))
+        want = torch.cat([each[r : r + 1] for each in mine])
+        assert torch.equal(y, want) and gaps_are_unchanged(y), layout
+        if not torch.__version__.startswith("2.11."):  # its gloo lacks this call
+            dist.all_to_all(outs, parts)
+            wants = [(k + 1) * (r + 1) * one for k in range(n)]
+            assert all(map(torch.equal, outs, wants)), layout
+    leaf = torch.nn.Parameter(torch.ones(4, 3, dtype=torch.float64))
+    dist.all_reduce(leaf.t())
+    dist.broadcast(leaf.t(), 0)
+    assert (leaf == n).all()
+    with pytest.raises(RuntimeError, match="single memory location"):
+        dist.broadcast(torch.ones(1).expand(3), 0)
 
 
 def averages(r: int, n: int) -> None:
@@ -232,7 +271,7 @@ CHECKS: tuple[Case, ...] = (
     layouts,
     asynchronous,
     delegated_to_gloo,
-    strided_tensors,
+    layouts_in_gloo,
     averages,
     coalescing,
 )
