@@ -1,5 +1,6 @@
 #include "work.h"
 
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/record_function.h>
 
 #include <algorithm>
@@ -25,6 +26,13 @@ namespace cgx::torch_ops {
 namespace {
 
 using c10::ivalue::Future;
+
+// Writes a collective's results. The tensors may be leaves that require gradients or inference
+// tensors, as with collectives that write to them directly.
+void deliver(const Buffers& buffers) {
+  const at::AutoDispatchBelowADInplaceOrView no_autograd;
+  if (buffers.deliver) buffers.deliver();
+}
 
 // The Work of CPU tensors. Owns the request, and keeps its buffers alive until the collective has
 // ended.
@@ -142,7 +150,7 @@ class CpuWork final : public c10d::Work {
     std::exception_ptr failure;
     try {
       check(cgx_wait(std::exchange(request_, nullptr)));
-      if (buffers_.deliver) buffers_.deliver();
+      deliver(buffers_);
     } catch (...) {
       failure = std::current_exception();
     }

@@ -279,6 +279,18 @@ def backend() -> None:
     whole = torch.zeros(group.size, 2)
     dist.all_to_all_single(whole.t()[0], torch.ones(group.size), group=group.group)
     assert whole[:, 0].tolist() == [1.0] * group.size and not whole[:, 1].any()
+    # Outputs that autograd would not let anyone write to.
+    leaf = torch.nn.Parameter(torch.zeros(group.size, 2))
+    with torch.inference_mode():
+        inference = torch.zeros(group.size, 2)
+    for whole in (leaf, inference):
+        work = dist.all_to_all_single(
+            whole.detach()[:, 0] if whole is inference else whole.t()[0],
+            torch.ones(group.size), group=group.group, async_op=True,
+        )  # fmt: skip
+        assert work is not None
+        work.wait()
+        assert whole[:, 0].tolist() == [1.0] * group.size and not whole[:, 1].any()
     bad_blocks_of_the_backend(group)
     dist.destroy_process_group(world)
 

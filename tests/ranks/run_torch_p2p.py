@@ -190,13 +190,14 @@ def exact(group: Any) -> None:
                 around(group, torch.full((99,), rank + 1).to(dtype), y)
             assert torch.equal(y, torch.full((99,), left + 1).to(dtype))
     assert comm.stats().collectives == counted, "exact messages are gloo's"
-    # Strided tensors inside compressed(): the values between them stay.
-    whole = torch.zeros(300, 2)
-    with compressed(NEAREST):
-        around(group, tc.values(rank, 600).reshape(300, 2)[:, 1], whole[:, 0])
-    x = tc.values(left, 600).reshape(300, 2)[:, 1].contiguous()
-    assert tc.same_bits(whole[:, 0].contiguous(), received(x, (left, rank), NEAREST, size))
-    assert not whole[:, 1].any()
+    # Strided tensors inside compressed(), also of a parameter: the values between them stay.
+    for whole in (torch.zeros(300, 2), torch.nn.Parameter(torch.zeros(300, 2))):
+        with compressed(NEAREST):
+            around(group, tc.values(rank, 600).reshape(300, 2)[:, 1], whole[:, 0])
+        x = tc.values(left, 600).reshape(300, 2)[:, 1].contiguous()
+        got = whole.detach()
+        assert tc.same_bits(got[:, 0].contiguous(), received(x, (left, rank), NEAREST, size))
+        assert not got[:, 1].any()
     objects: list[Any] = [None]
     with compressed(NEAREST):
         if rank == 0:
