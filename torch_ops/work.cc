@@ -51,7 +51,10 @@ class CpuWork final : public c10d::Work {
   ~CpuWork() override {
     if (request_ == nullptr) return;
     CompletionPool::get().run([request = request_, buffers = std::move(buffers_)] {
-      (void)cgx_wait(request);  // no caller is left to handle the status
+      try {
+        if (cgx_wait(request) == CGX_OK) deliver(buffers);
+      } catch (...) {  // no caller is left to handle failures
+      }
     });
   }
 

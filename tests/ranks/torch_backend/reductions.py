@@ -1,6 +1,7 @@
 """Allreduces without compression: values, layouts, dtypes and operations, averages, coalescing."""
 
 import itertools
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -161,6 +162,23 @@ def layouts_in_gloo(r: int, n: int) -> None:
         dist.broadcast(torch.ones(1).expand(3), 0)
 
 
+def dropped_works(r: int, n: int) -> None:
+    """Check that results arrive if the caller drops the work, also those of strided tensors."""
+    for dtype in (torch.float32, torch.int64):
+        x, y = (torch.full((5, 4), r, dtype=dtype).t() for _ in range(2))
+        z, sent = torch.zeros(2, n, dtype=dtype).t()[:, 0], torch.full((n,), r, dtype=dtype)
+        dist.all_reduce(x, async_op=True)
+        dist.broadcast(y, n - 1, async_op=True)
+        dist.all_to_all_single(z, sent, async_op=True)
+        wants = torch.full((4, 5), n * (n - 1) // 2), torch.full((4, 5), n - 1), torch.arange(n)
+        for got, want in zip((x, y, z), wants, strict=True):
+            deadline = time.monotonic() + 20
+            while not torch.equal(got, want.to(dtype)) and time.monotonic() < deadline:
+                time.sleep(0.01)
+            assert torch.equal(got, want.to(dtype)), dtype
+        dist.barrier()
+
+
 def averages(r: int, n: int) -> None:
     """Check averages outside the core: sum, then divide; integers round towards zero, as NCCL."""
     avg, start = dist.ReduceOp.AVG, torch.arange(-3 * n, 3 * n)
@@ -272,6 +290,7 @@ CHECKS: tuple[Case, ...] = (
     asynchronous,
     delegated_to_gloo,
     layouts_in_gloo,
+    dropped_works,
     averages,
     coalescing,
 )
