@@ -114,7 +114,7 @@ def layouts_in_gloo(r: int, n: int) -> None:
     # The same layout on all ranks, then different ones.
     for dtype, layout in itertools.product((torch.int64, torch.float64), (0, 1, 2, r % 3)):
         mine = [((k + 1) * indices).to(dtype) for k in range(n)]
-        total, own, one = sum(mine), mine[r], indices[:1].to(dtype)
+        total, own, one = torch.stack(mine).sum(0), mine[r], indices[:1].to(dtype)
         calls: dict[str, tuple[Callable[[Any], Any], Any]] = {
             "all_reduce": (lambda x: dist.all_reduce(x, async_op=True), total),
             "average": (lambda x: dist.all_reduce(x, dist.ReduceOp.AVG, async_op=True), None),
