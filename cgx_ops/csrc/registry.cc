@@ -1,5 +1,6 @@
 #include "registry.h"
 
+#include <algorithm>
 #include <optional>
 #include <utility>
 
@@ -96,23 +97,25 @@ CommunicatorRef Registry::remove(int32_t id) {
   const std::lock_guard lock(mutex_);
   auto communicator = get_locked(id);
   communicators_.erase(id);
-  closing_[id] = communicator;
+  closing_.emplace(id, communicator);
   return communicator;
 }
 
-void Registry::closed(int32_t id) {
+void Registry::closed(int32_t id, const CommunicatorRef& communicator) {
   std::optional<Error> failure;
   try {
-    get_to_check(id)->check_devices(/*finish=*/false);
+    communicator->check_devices(/*finish=*/false);
   } catch (const Error& error) {
     if (error.status() != CGX_CLOSED) failure = error;
+  } catch (const std::exception& error) {
+    failure = Error(CGX_SYSTEM, error.what());
   }
   const std::lock_guard lock(mutex_);
-  const auto closing = closing_.find(id);
-  if (closing != closing_.end()) {
-    count(*closing->second, &closed_traffic_);
-    closing_.erase(closing);
-  }
+  count(*communicator, &closed_traffic_);
+  const auto [begin, end] = closing_.equal_range(id);
+  const auto found =
+      std::find_if(begin, end, [&](const auto& each) { return each.second == communicator; });
+  if (found != end) closing_.erase(found);
   if (closing_.empty()) all_closed_.notify_all();
   if (failure) failures_.insert_or_assign(id, *failure);
 }
@@ -143,8 +146,8 @@ bool Registry::wait_closed(std::chrono::duration<double> at_most) {
 void Registry::add_traffic(cgx_traffic_t* sum) const {
   const std::lock_guard lock(mutex_);
   Traffic open;
-  for (const auto* some : {&communicators_, &closing_})
-    for (const auto& [id, communicator] : *some) count(*communicator, &open);
+  for (const auto& [id, communicator] : communicators_) count(*communicator, &open);
+  for (const auto& [id, communicator] : closing_) count(*communicator, &open);
   open.add_to(sum);
   closed_traffic_.add_to(sum);
 }

@@ -34,7 +34,7 @@ class Registry {
   // Remove communicators, which the caller closes. It then calls closed() for each.
   CommunicatorRef remove(int32_t id);  // throws like get()
   std::map<int32_t, CommunicatorRef> remove_all();
-  void closed(int32_t id);
+  void closed(int32_t id, const CommunicatorRef& communicator);
   // Waits until no communicator is being closed. Returns whether this is so.
   bool wait_closed(std::chrono::duration<double> at_most);
   // Adds the collectives of all communicators, open, closed or being closed.
@@ -50,9 +50,9 @@ class Registry {
   mutable std::mutex mutex_;
   std::condition_variable all_closed_;
   std::map<int32_t, CommunicatorRef> communicators_;
-  std::map<int32_t, CommunicatorRef> closing_;
-  std::map<int32_t, Error> failures_;  // of closed communicators
-  Traffic closed_traffic_;             // of closed communicators
+  std::multimap<int32_t, CommunicatorRef> closing_;  // the world may exist again
+  std::map<int32_t, Error> failures_;                // of closed communicators
+  Traffic closed_traffic_;                           // of closed communicators
   int32_t next_ = kWorld + 1;
   bool had_world_ = false;
 };

@@ -86,13 +86,13 @@ void end(int32_t id, const CommunicatorRef& communicator,
          const std::function<void(Communicator&)>& how) {
   struct Closed {
     ~Closed() {
-      if (communicator.failed()) job_failed = true;
-      Registry::instance().closed(id);
+      if (communicator->failed()) job_failed = true;
+      Registry::instance().closed(id, communicator);
     }
     int32_t id;
-    const Communicator& communicator;
+    const CommunicatorRef& communicator;
   };
-  const Closed closed{id, *communicator};
+  const Closed closed{id, communicator};
   how(*communicator);
 }
 
@@ -141,11 +141,19 @@ cgx_status_t cgx_finalize(void) {
   return guarded([] {
     const std::lock_guard lock(init_mutex);
     auto& registry = Registry::instance();
-    for (const auto& [id, communicator] : registry.remove_all()) close(id, communicator);
+    std::exception_ptr first;
+    for (const auto& [id, communicator] : registry.remove_all()) {
+      try {
+        close(id, communicator);
+      } catch (const std::exception&) {
+        if (!first) first = std::current_exception();
+      }
+    }
     const auto timeout = timeout_or_default(0);
     // Other threads may still close communicators, and use MPI.
     const bool all_closed = registry.wait_closed(timeout);
-    if (Mpi* const mpi = opened_mpi()) mpi->finish(all_closed && !job_failed, timeout);
+    if (Mpi* const mpi = opened_mpi()) mpi->finish(all_closed && !job_failed && !first, timeout);
+    if (first) std::rethrow_exception(first);
   });
 }
 

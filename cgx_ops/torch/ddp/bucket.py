@@ -112,7 +112,7 @@ def inspect_bucket(hook: str, state: HookState, bucket: GradBucket) -> BucketInf
         config,
         step,
         any(w.find_unused_parameters and not w.static_graph for w in wrappers[:1]),
-        any(w.skip_all_reduce_unused_params for w in wrappers[:1]),
+        any(getattr(w, "skip_all_reduce_unused_params", False) for w in wrappers[:1]),
         problem,
         refusal,
     )

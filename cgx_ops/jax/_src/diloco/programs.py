@@ -13,6 +13,7 @@ import jax
 from cgx_ops.jax._src.diloco.fragments import CALLER, Method
 from cgx_ops.jax._src.diloco.state import Layout
 from cgx_ops.jax._src.runtime import compat
+from cgx_ops.jax._src.runtime.launching import launching_here
 from cgx_ops.jax._src.transforms.base import import_optax
 
 # The execution stream of sending programs: any number that no other stream has.
@@ -69,7 +70,11 @@ class Programs:
         """Run the launched program at the same time as the next steps, where XLA supports that."""
         # XLA matches its own collectives by their order.
         ours = self._method.options.carrier == "native" and self._is_delayed
-        return compat.execution_stream(_STREAM) if ours else contextlib.nullcontext()
+        if not ours:
+            return contextlib.nullcontext()
+        if jax.process_count() > 1:
+            launching_here()  # may set the thread's own stream, which this block restores
+        return compat.execution_stream(_STREAM)
 
 
 @contextlib.contextmanager

@@ -58,7 +58,8 @@ class _Checks:
     """Comparisons among processes before they compile a program, by the name of its module.
 
     JAX reports only this name when a compilation begins. A program that one process only lowers
-    leaves its checks here, until the process compiles a program of this name.
+    leaves its checks here, until the process compiles a program of this name. So such a program
+    needs a name of its own if its plan differs.
     """
 
     def __init__(self) -> None:

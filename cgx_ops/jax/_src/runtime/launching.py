@@ -48,8 +48,8 @@ def claim() -> None:
     compat.set_execution_stream(_STREAM)
 
 
-def _launching_here() -> Any:
-    """Return this thread's context."""
+def launching_here() -> Any:
+    """Return this thread's context: _MAIN, the name of its block, or None."""
     if _context.value is None and threading.current_thread() is threading.main_thread():
         claim()  # the user called jax.distributed.initialize() instead of ours
     return _context.value
@@ -66,10 +66,10 @@ def launcher(named: bool, names_suffice: bool) -> str:
     Raises:
         RuntimeError: An unnamed thread launches a program that only one thread may launch.
     """
-    launching_here = _launching_here()
-    if launching_here is _MAIN:
+    here = launching_here()
+    if here is _MAIN:
         _threads.note_outside()
-    if launching_here is None and not (named and names_suffice):
+    if here is None and not (named and names_suffice):
         raise RuntimeError(
             "a collective among processes was launched by another thread than the one that called "
             "cgx_ops.jax.initialize(); the order in which threads launch differs between "
@@ -77,7 +77,7 @@ def launcher(named: bool, names_suffice: bool) -> str:
             "different name for each thread"
             + (", or give the collective a name (name=)" if names_suffice else "")
         )
-    return launching_here if isinstance(launching_here, str) else ""
+    return here if isinstance(here, str) else ""
 
 
 @contextlib.contextmanager
@@ -116,7 +116,7 @@ def launching(name: str) -> Iterator[None]:
     if jax.process_count() == 1:
         yield
         return
-    if _launching_here() is not _MAIN:
+    if launching_here() is not _MAIN:
         _threads.note_block(threading.current_thread())
     with _tickets.turn(_agree(name)), _context(name), compat.execution_stream(_STREAM):
         yield
@@ -149,10 +149,10 @@ class _Threads:
         if mixed:
             warn_once(
                 "several Python threads launch programs with collectives among processes, and the "
-                "thread that called cgx_ops.jax.initialize() launches its own outside of a block. "
-                "If two threads launch at the same time, the order differs between processes, "
-                "which then wait for each other until CGX_TIMEOUT. Put the launches of that thread "
-                'into blocks `with cgx_ops.jax.launching("..."):`, too'
+                "thread that called cgx_ops.jax.initialize() has launched programs outside of a "
+                "block. If it still does while another thread launches, the order differs between "
+                "processes, which then wait for each other until CGX_TIMEOUT. Put the launches of "
+                'that thread into blocks `with cgx_ops.jax.launching("..."):`, too'
             )
 
 
