@@ -241,7 +241,7 @@ class TcpTransport : public Transport, private Arrival::Release {
   }
 
   // Drops the messages of failed collectives once the first of them is not partly written. All
-  // messages of a collective are dropped at once, because the peer would miss those between.
+  // messages of a collective are dropped together, because the peer would miss those between.
   // Returns false if nothing is left.
   bool drop_given_up(Link& link) {
     while (!link.queue.empty() && link.written == 0) {
@@ -377,7 +377,7 @@ class TcpConnector : public Connector {
                                      const Reach& reach) override {
     std::vector<TcpOffer> all;
     for (const Bytes& offer : offers) all.push_back(TcpOffer::read(offer));
-    // Half of the time is left for the ranks to exchange their results: some fail at once.
+    // Half of the time is left for the ranks to exchange their results: some fail early.
     const auto at_most =
         std::min<std::chrono::duration<double>>(reach.at_most / 2, kLongestRendezvous);
     // Detects a vanished host before the collectives' own deadline.

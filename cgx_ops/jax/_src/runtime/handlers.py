@@ -59,7 +59,7 @@ class _Checks:
 
     JAX reports only this name when a compilation begins. A program that one process only lowers
     leaves its checks here, until the process compiles a program of this name. So such a program
-    needs a name of its own if its plan differs.
+    needs another name if its plan differs.
     """
 
     def __init__(self) -> None:
