@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <bit>
 #include <cstring>
-#include <thread>
 
 #include "base/status.h"
 
@@ -26,7 +25,6 @@ constexpr size_t kSmallestBlock = 4 * 1024;
 constexpr size_t kLargestSharedBlock = 256 * 1024;  // larger blocks have their own segments
 constexpr size_t kBlocksPerSegment = 16;
 constexpr auto kAliveCheckInterval = std::chrono::milliseconds(50);
-constexpr auto kFarewell = std::chrono::milliseconds(250);
 
 }  // namespace
 
@@ -269,12 +267,6 @@ bool SharedMemoryTransport::drained() const {
 }
 
 void SharedMemoryTransport::leave(bool graceful, const std::string& reason) {
-  // Peers stop reading when they see the new state, so they get the last messages first.
-  const auto deadline = std::chrono::steady_clock::now() + kFarewell;
-  while (!flushed() && std::chrono::steady_clock::now() < deadline) {
-    for (int peer = 0; peer < static_cast<int>(peers_.size()); ++peer) flush(peer);
-    if (!flushed()) std::this_thread::sleep_for(std::chrono::milliseconds(1));
-  }
   put_text(own_->reason, reason);
   own_->state.store(graceful ? ControlSegment::kLeft : ControlSegment::kFailed,
                     std::memory_order_release);
