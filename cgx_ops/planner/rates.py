@@ -75,8 +75,10 @@ def message_bytes(numel: int, config: Config) -> int:
         return encoded_bytes(numel, Config(EXACT_BITS))
     if config.compressor == "entropy" and config.bits != EXACT_BITS:
         return math.ceil(rate_of(config) * numel / 8)
-    reduced = config.with_own(bits=config.gather_bits or config.bits)
-    return (encoded_bytes(numel, config) + encoded_bytes(numel, reduced)) // 2
+    size = encoded_bytes(numel, config)
+    if config.gather_bits is None or config.bits == EXACT_BITS:  # exact values come back exact
+        return size
+    return (size + encoded_bytes(numel, config.with_own(bits=config.gather_bits))) // 2
 
 
 def error_share(rate: float, config: Config) -> float:

@@ -82,6 +82,7 @@ def test_groups_follow_from_the_bytes_of_a_rate() -> None:
 def test_bytes_are_those_of_both_messages_and_of_short_tensors() -> None:
     four, eight = encoded_bytes(4096, Config(4)), encoded_bytes(4096, Config(8))
     assert message_bytes(4096, Config(4, gather_bits=8)) == (four + eight) // 2
+    assert message_bytes(4096, Config(32, gather_bits=8)) == 4 * 4096
     assert message_bytes(4096, Config(4, minimal_size=4096)) == four
     assert message_bytes(4095, Config(4, minimal_size=4096)) == 4 * 4095
     for config in (Config(4), Config(compressor="entropy"), Config(compressor="topk")):
